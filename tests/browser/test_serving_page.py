@@ -16,8 +16,15 @@ from roostream.wire.records import decode
 from serving.access.bearer_keys import Keyring, new_key, write_keys
 from serving.rank_json import JsonParser
 from tests.browser import chromium
-from tests.serving.live_serving import serving_live
-from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from tests.serving.live_serving import run_live_serving
+from tests.serving.serving_cases import (
+    BODY,
+    NOW_MS,
+    SCHEMA,
+    InProcessServing,
+    build_serving,
+    serve_random_weights,
+)
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 PHONE = {"width": 360, "height": 740}
@@ -69,23 +76,23 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """
     tabs: list[OpenPage] = []
 
-    def change(built: Built, **parts: Any) -> Built:
-        return Built(dataclasses.replace(built.context, **parts), built.waiting_for)
+    def change(serving: InProcessServing, **parts: Any) -> InProcessServing:
+        return InProcessServing(dataclasses.replace(serving.context, **parts), serving.waiting_for)
 
     settings: dict[str, Any] = {"status_page": "http://127.0.0.1:1/", "join_window_ms": 20_000}
-    built = build(tmp_path, FakeRows(SCHEMA), hydrator := FakeHydrator(), **settings)
-    built.service.on_scored = built.context.recent.add
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), hydrator := FakeHydrator(), **settings)
+    serving.service.on_scored = serving.context.recent.add
     text, key = new_key("page", ["rank", "engage"], 0)
     write_keys(tmp_path / "keys.json", [key])
 
     def open_tab(with_keys: bool = False, **options: Any) -> OpenPage:
         if with_keys:
-            app.context = change(built, keys=Keyring(tmp_path / "keys.json")).context
+            app.context = change(serving, keys=Keyring(tmp_path / "keys.json")).context
         tabs.append(OpenPage(browser, live.url, **options))
         return tabs[-1]
 
-    open_tab.key, open_tab.built, open_tab.hydrator = text, built, hydrator  # type: ignore[attr-defined]
-    with serving_live(built) as live:
+    open_tab.key, open_tab.serving, open_tab.hydrator = text, serving, hydrator  # type: ignore[attr-defined]
+    with run_live_serving(serving) as live:
         app = live.app
         yield open_tab
         for tab in tabs:
@@ -114,19 +121,19 @@ def test_the_serving_page_shows_what_is_served_and_links(open_page: Any) -> None
 
 
 def test_the_page_shows_what_serving_waits_for(open_page: Any) -> None:
-    open_page.built.waiting_for.append("rows of the shards")
+    open_page.serving.waiting_for.append("rows of the shards")
     page = open_page()
     assert page.text("h1") == "Not ready" and "waiting for rows of the shards" in page.text("#state-more")
     assert page.tab.get_attribute("body", "data-tone") == "warning"
 
 
 def test_the_example_request_is_ranked_and_each_score_is_explained(open_page: Any) -> None:
-    learn(open_page.built)
+    serve_random_weights(open_page.serving)
     page = open_page()
     page.wait("document.getElementById('body').value !== ''")
     page.tab.click("#rank")
     page.wait("document.querySelectorAll('.candidate').length === 2")
-    assert page.text("#said") == "ranked 2 candidates" and open_page.built.records() == [], (
+    assert page.text("#said") == "ranked 2 candidates" and open_page.serving.records() == [], (
         "nothing is logged"
     )
     page.rank(BODY)
@@ -251,10 +258,10 @@ def test_the_page_reports_an_unreachable_server(open_page: Any) -> None:
 
 def open_live_list(open_page: Any, **options: Any) -> OpenPage:
     """Open the page with its live list: twelve items of four kinds that another client had ranked."""
-    learn(open_page.built)
+    serve_random_weights(open_page.serving)
     candidates = [{"item_id": 100 + i, "nro": {"topics": [1 + i % 4], "age_h": i}} for i in range(12)]
     body = {"user_id": 9, "ro": {"user": [9]}, "candidates": candidates}
-    open_page.built.service.rank(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS)
+    open_page.serving.service.rank(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS)
     page = open_page(**options)
     page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 12")
     return page
@@ -270,9 +277,9 @@ def order_changed_script(before: list[str]) -> str:
     return f"{names} !== {json.dumps(','.join(before))}"
 
 
-def logged_records(built: Built) -> list[tuple[str, int, str]]:
+def logged_records(serving: InProcessServing) -> list[tuple[str, int, str]]:
     """Return (request id, user id, action or "") of each record that serving logged."""
-    messages = [decode(record.value)[1] for record in built.records()]
+    messages = [decode(record.value)[1] for record in serving.records()]
     return [(m.header.request_id, m.header.user_id, getattr(m, "action", "")) for m in messages]
 
 
@@ -283,7 +290,7 @@ def click_item(page: OpenPage, name: str) -> None:
 
 def test_the_list_is_in_the_served_order_and_looking_at_it_logs_nothing(open_page: Any) -> None:
     page = open_live_list(open_page)
-    assert open_page.built.records() == []
+    assert open_page.serving.records() == []
     scores = [
         float(text)
         for text in page.tab.eval_on_selector_all(".score", "all => all.slice(0, 12).map(e => e.textContent)")
@@ -304,7 +311,7 @@ def test_a_click_is_logged_like_a_clients_and_updated_features_change_the_order(
     page.tab.keyboard.press("Enter")
     before = item_order(page)
     click_item(page, name := before[7])
-    ((request, user, _), (other, same, action)) = logged_records(open_page.built)
+    ((request, user, _), (other, same, action)) = logged_records(open_page.serving)
     assert request == other and request.startswith("page-") and user == same == 17 and action == "click"
     page.wait("document.getElementById('verdict').textContent.includes('features')")
     assert "waiting" in page.text("#stages") and "closes in 20 s" in page.text("#stages")
@@ -323,13 +330,13 @@ def test_a_click_is_logged_like_a_clients_and_updated_features_change_the_order(
 def test_training_is_named_as_the_cause_and_a_trained_click_is_shown(open_page: Any) -> None:
     page = open_live_list(open_page)
     click_item(page, item_order(page)[3])
-    learn(open_page.built, seed=2)
+    serve_random_weights(open_page.serving, seed=2)
     page.wait("/training [+−]0/.test(document.getElementById('cards').textContent)")
     assert "features" not in page.text("#cards") and "not joined yet" in page.text("#verdict")
-    open_page.built.context.watermark.clock.advance(21.0)
+    open_page.serving.context.watermark.clock.advance(21.0)
     page.wait("document.querySelectorAll('#stages .done').length === 2")
     assert "perhaps yours" in page.text("#verdict")
-    versions = open_page.built.service.versions
+    versions = open_page.serving.service.versions
     versions.install(versions.newest, NOW_MS + 22_000, NOW_MS + 20_500)
     page.wait("document.querySelectorAll('#stages .done').length === 3")
     assert "version 1-9" in page.text("#stages .done:last-child") and "of yours" in page.text("#verdict")
@@ -343,7 +350,7 @@ def test_the_focus_stays_on_a_card_that_moves(open_page: Any) -> None:
     page.tab.focus(f".story:has-text('{name}') .pick")
     before = item_order(page)
     page.tab.keyboard.press("Enter")
-    learn(open_page.built, seed=3)
+    serve_random_weights(open_page.serving, seed=3)
     page.wait(order_changed_script(before))
     assert name in page.tab.evaluate("document.activeElement.textContent"), "the focus moved with its card"
 
@@ -375,15 +382,15 @@ def test_a_visitor_can_be_another_user_and_see_other_items(open_page: Any) -> No
 
 @pytest.mark.slow
 def test_the_live_list_needs_a_key_if_serving_requires_one(open_page: Any) -> None:
-    learn(open_page.built)
-    open_page.built.service.rank(JsonParser(SCHEMA).parse(json.dumps(BODY).encode()), NOW_MS)
+    serve_random_weights(open_page.serving)
+    open_page.serving.service.rank(JsonParser(SCHEMA).parse(json.dumps(BODY).encode()), NOW_MS)
     page = open_page(with_keys=True)
     assert not page.tab.is_visible("#shop")
     page.tab.fill("#key", open_page.key)
     page.tab.keyboard.press("Enter")
     page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 3")
     click_item(page, item_order(page)[1])
-    assert [action for *_, action in logged_records(open_page.built)] == ["", "click"]
+    assert [action for *_, action in logged_records(open_page.serving)] == ["", "click"]
 
 
 @pytest.mark.slow
@@ -401,8 +408,8 @@ def test_the_live_list_is_accessible(open_page: Any, options: dict[str, Any]) ->
 def test_the_documentation_pages_work_offline_and_send_an_example(
     browser: Any, tmp_path: Path, prefix: str
 ) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    with serving_live(built) as live:
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    with run_live_serving(serving) as live:
         context, url = browser.new_context(), live.url + prefix
 
         def forward(route: Any) -> None:
@@ -426,7 +433,7 @@ def test_the_documentation_pages_work_offline_and_send_an_example(
         tab.click(f"{rank} .try-out__btn")
         tab.click(f"{rank} .execute")
         status = tab.inner_text(f"{rank} table.live-responses-table tr.response .response-col_status")
-        assert status.startswith("200") and len(built.records()) == 1
+        assert status.startswith("200") and len(serving.records()) == 1
         tab.goto(f"{url}/redoc")
         tab.wait_for_selector("h1:has-text('Roostream serving')")
         context.close()

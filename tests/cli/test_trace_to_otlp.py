@@ -30,7 +30,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from serving.http.app import HttpInterface
 from tests.contract.house import ROOT
-from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -59,8 +59,8 @@ def make_sdk(name: str, collector: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return provider
 
 
-def logged_impression(built: Built) -> Record:
-    (found,) = built.records()
+def logged_impression(serving: InProcessServing) -> Record:
+    (found,) = serving.records()
     return Record(IMPRESSIONS, 0, 41, NOW_MS, found.key, found.value)
 
 
@@ -93,12 +93,12 @@ def test_a_collector_gets_one_request_as_one_trace(
         for name in ("serving", "trace")
     }
     monkeypatch.setattr(trace, "get_tracer", lambda name: sdks[name].get_tracer(name))
-    built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    response = TestClient(HttpInterface(built.context)).post(
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), tracing=True)
+    response = TestClient(HttpInterface(serving.context)).post(
         "/v1/rank", json=BODY, headers={"traceparent": f"00-{TRACE}-{CALLER}-01"}
     )
-    impression = logged_impression(built)
-    built.close()
+    impression = logged_impression(serving)
+    serving.close()
     sample = joined(impression)
     request_trace = RequestTrace("r-1", lambda record: KEYS)
     for at_ms, record in enumerate((impression, sample, *training_records(sample)), NOW_MS):
@@ -152,12 +152,12 @@ def test_a_caller_without_sampling_exports_no_span(
 ) -> None:
     sdk = make_sdk("roostream-serving", collector, monkeypatch)
     monkeypatch.setattr(trace, "get_tracer", sdk.get_tracer)
-    built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    TestClient(HttpInterface(built.context)).post(
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), tracing=True)
+    TestClient(HttpInterface(serving.context)).post(
         "/v1/rank", json=BODY, headers={"traceparent": f"00-{TRACE}-{CALLER}-00"}
     )
-    _, impression = wire.decode(logged_impression(built).value)
-    built.close()
+    _, impression = wire.decode(logged_impression(serving).value)
+    serving.close()
     sdk.shutdown()
     assert (
         collector.spans == []

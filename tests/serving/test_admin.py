@@ -29,9 +29,9 @@ from serving.versions.interleaving_stats import InterleavingStats, Pair
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests, ScoredRequest
 from tests.certificates import Authority
-from tests.serving.admin_cases import TOKEN, admin_interface, admin_of
-from tests.serving.live_serving import answer_of
-from tests.serving.serving_cases import SCHEMA, Built
+from tests.serving.admin_cases import TOKEN, make_admin_interface, run_admin_server
+from tests.serving.live_serving import read_answer
+from tests.serving.serving_cases import SCHEMA, InProcessServing
 
 KEY = {"authorization": f"Bearer {TOKEN}"}
 
@@ -50,7 +50,7 @@ class Port:
         for seq in (1, 2, 3):
             self.versions.install(cast(Version, Named(f"1-{seq}")), committed_ms=1000 * seq)
         self.recent, self.stats = RecentRequests(), InterleavingStats("click")
-        app = admin_interface(self.versions, self.recent, self.stats, clock)
+        app = make_admin_interface(self.versions, self.recent, self.stats, clock)
         self.http = TestClient(app, base_url="http://testserver/admin/v1", headers=KEY)
 
     def ok(self, method: str, path: str, **body: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_an_unusable_token_file_is_refused_without_printing_it(tmp_path: Path, c
     assert "short" not in str(error.value)
 
 
-def test_with_a_certificate_the_port_accepts_only_tls(built: Built, tmp_path: Path) -> None:
+def test_with_a_certificate_the_port_accepts_only_tls(serving: InProcessServing, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("serving")
     files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=True)
@@ -195,7 +195,7 @@ def test_with_a_certificate_the_port_accepts_only_tls(built: Built, tmp_path: Pa
     token.write_text(TOKEN)
     friend = tmp_path / "friend.both"
     friend.write_text("".join(Path(file).read_text() for file in theirs.issue("friend")))
-    with admin_of(built, TlsContext(files)) as number:
+    with run_admin_server(serving, TlsContext(files)) as number:
         told = ["versions", "list", "--admin", f"127.0.0.1:{number}", "--token-file", str(token)]
         own = ["--ca", str(ours.pem), "--certificate", str(friend)]
         assert CliRunner().invoke(cli, [*told, *own]).output.startswith("0-0  served")
@@ -208,10 +208,15 @@ def test_with_a_certificate_the_port_accepts_only_tls(built: Built, tmp_path: Pa
             assert isinstance(CliRunner().invoke(cli, [*told, *given]).exception, error), given
 
 
-def test_an_early_answer_does_not_keep_its_connection(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_answer_does_not_keep_its_connection(
+    serving: InProcessServing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "REST_S", 0.2)
     head = f"GET /admin/v1/versions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
-    with admin_of(built) as number, socket.create_connection(("127.0.0.1", number), timeout=30) as line:
+    with (
+        run_admin_server(serving) as number,
+        socket.create_connection(("127.0.0.1", number), timeout=30) as line,
+    ):
         line.sendall(f"{head}content-length: 1000000000\r\n\r\n{{".encode())
-        status, received = answer_of(line)
+        status, received = read_answer(line)
         assert status == 200 and received.count(b"HTTP/1.1") == 1

@@ -11,7 +11,7 @@ from roostream.wire.lookup import Lookup
 from serving.build import precompile
 from serving.rank import RankService
 from serving.request import RankRequest
-from tests.serving.serving_cases import HISTORY, SCHEMA, build
+from tests.serving.serving_cases import HISTORY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeHydrator
 
 
@@ -36,10 +36,12 @@ class Kept(RankService):
 
 
 def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
-    built = build(tmp_path, Rows(), FakeHydrator({"history": HISTORY}, {"clicks": 1.0}), service=Kept)
-    precompile(built.context)
-    in_json, in_protobuf = built.service.ranked  # type: ignore[attr-defined]
+    serving = build_serving(
+        tmp_path, Rows(), FakeHydrator({"history": HISTORY}, {"clicks": 1.0}), service=Kept
+    )
+    precompile(serving.context)
+    in_json, in_protobuf = serving.service.ranked  # type: ignore[attr-defined]
     assert in_json.blocks is None and in_protobuf.blocks is not None
     assert in_json.item_ids.tolist() == in_protobuf.item_ids.tolist() == [8, 9]
-    assert built.context.log.backlog_records == 0, "made-up requests are not logged"
-    built.close()
+    assert serving.context.log.backlog_records == 0, "made-up requests are not logged"
+    serving.close()

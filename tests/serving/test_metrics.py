@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from serving.http.app import HttpInterface
 from serving.metrics import SCORES, ScoreHistogram, ServingMetrics
-from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_cases import BODY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
@@ -77,14 +77,14 @@ def test_a_request_is_counted_by_route_and_class_of_status() -> None:
 
 def test_every_stage_of_a_rank_is_observed_once(tmp_path: Path) -> None:
     hydrator = FakeHydrator({"history": None}, {"clicks_1h": 1.0})
-    built = build(tmp_path, FakeRows(SCHEMA), hydrator)
-    http = TestClient(HttpInterface(built.context))
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), hydrator)
+    http = TestClient(HttpInterface(serving.context))
     for _ in range(2):
         assert http.post("/v1/rank", json=BODY | {"ro": {}}).is_success
-    hydrator.away = True
+    hydrator.unavailable = True
     assert http.post("/v1/rank", json=BODY | {"ro": {}}).json()["degraded"]
     assert http.post("/v1/rank", json={}).status_code == 400
-    told = built.context.metrics.registry.get_sample_value
+    told = serving.context.metrics.registry.get_sample_value
     stages = {
         s: told("roostream_serving_stage_seconds_count", {"stage": s})
         for s in ("parse", "hydrate", "encode", "score", "log")
@@ -92,4 +92,4 @@ def test_every_stage_of_a_rank_is_observed_once(tmp_path: Path) -> None:
     assert stages == dict.fromkeys(stages, 3) and told("roostream_serving_queue_seconds_count") == 3
     assert [told("roostream_serving_redis_seconds_count", {"outcome": o}) for o in ("ok", "failed")] == [2, 1]
     assert told("roostream_serving_score_count", {"task": "click"}) == 9
-    built.close()
+    serving.close()

@@ -23,8 +23,8 @@ from roostream.errors import RoostreamError
 from roostream.runtime.store_identity import init_store
 from serving.client.client import ServingClient
 from serving.examples import rank_example
-from tests.serving.live_serving import serving_live
-from tests.serving.serving_cases import BODY, SCHEMA, Built, build
+from tests.serving.live_serving import run_live_serving
+from tests.serving.serving_cases import BODY, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 from tests.serving.test_serving_main import Running, write_config
 
@@ -172,12 +172,12 @@ def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Built:
-    return build(tmp_path, FakeRows(SCHEMA), drain_ms=60_000)
+def serving(tmp_path: Path) -> InProcessServing:
+    return build_serving(tmp_path, FakeRows(SCHEMA), drain_ms=60_000)
 
 
-def test_an_answer_during_shutdown_closes_its_connection(built: Built) -> None:
-    with serving_live(built, stop_s=240.0) as live:
+def test_an_answer_during_shutdown_closes_its_connection(serving: InProcessServing) -> None:
+    with run_live_serving(serving, stop_s=240.0) as live:
         connection = http.client.HTTPConnection(*live.address, timeout=30)
         connection.request("GET", "/healthz")
         answer = connection.getresponse()

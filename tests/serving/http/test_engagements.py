@@ -1,4 +1,5 @@
-"""Engagements over HTTP's body: stamped here, idempotent, refused whole."""
+"""Parsing of engagements: serving sets their time, repeated ones have the same id, and one bad engagement
+rejects the whole body."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ CLICK = {
 
 
 def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
-    told = EngagementParser(SCHEMA).parse(
+    parsed = EngagementParser(SCHEMA).parse(
         body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms
     )
-    return [(r, *wire.decode(r.value)) for r in told.records], told.event_ids
+    return [(r, *wire.decode(r.value)) for r in parsed.records], parsed.event_ids
 
 
 def test_an_engagement_is_logged_with_request_header_and_receive_time() -> None:

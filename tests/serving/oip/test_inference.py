@@ -17,8 +17,8 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from serving.http.app import HttpInterface
 from serving.oip.features import FeatureTensors
-from tests.serving.live_serving import serving_live
-from tests.serving.serving_cases import BODY, SCHEMA, Built, build, client_of
+from tests.serving.live_serving import run_live_serving
+from tests.serving.serving_cases import BODY, SCHEMA, InProcessServing, build_serving, make_http_client
 from tests.serving.serving_fakes import FakeRows
 
 INFER = "/v2/models/default/infer"
@@ -56,14 +56,14 @@ SAME = {
 
 
 @pytest.fixture
-def http(built: Built) -> TestClient:
-    return client_of(built)
+def http(serving: InProcessServing) -> TestClient:
+    return make_http_client(serving)
 
 
 @pytest.fixture(scope="module")
-def reader(shared: Built) -> TestClient:
+def reader(shared_serving: InProcessServing) -> TestClient:
     """For tests that look at answers only."""
-    return client_of(shared)
+    return make_http_client(shared_serving)
 
 
 def with_input(**changes: Any) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def with_input(**changes: Any) -> dict[str, Any]:
     return {**WHOLE, "inputs": kept if changes.get("gone") else [*kept, {**old, **changes}]}
 
 
-def test_an_inference_equals_the_rank_of_the_same_request(http: TestClient, built: Built) -> None:
+def test_an_inference_equals_the_rank_of_the_same_request(
+    http: TestClient, serving: InProcessServing
+) -> None:
     rank = http.post("/v1/rank", json=SAME).json()
     answer = http.post(INFER, json=WHOLE)
     assert answer.status_code == 200, answer.text
@@ -91,11 +93,13 @@ def test_an_inference_equals_the_rank_of_the_same_request(http: TestClient, buil
     ]
     assert (told["model_name"], told["model_version"], told["id"]) == ("default", "0-0", "r-1")
     assert told["parameters"] == {"degraded": False}
-    values = {wire.decode(r.value)[1].SerializeToString(deterministic=True) for r in built.records()}
-    assert len(built.records()) == 2 and len(values) == 1, "what is logged is the same"
+    values = {wire.decode(r.value)[1].SerializeToString(deterministic=True) for r in serving.records()}
+    assert len(serving.records()) == 2 and len(values) == 1, "what is logged is the same"
 
 
-def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, built: Built) -> None:
+def test_rectangular_lists_and_single_ids_need_no_lengths(
+    http: TestClient, serving: InProcessServing
+) -> None:
     gone = with_input(name="topics:lengths", gone=True)
     for data, shape in (([[1, 2], [3, 4], [5, 6]], [3, 2]), ([1, 2, 3, 4, 5, 6], [3, 2]), ([7, 8, 9], [3])):
         body = {
@@ -106,7 +110,7 @@ def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, buil
             ],
         }
         assert http.post(INFER, json=body).status_code == 200
-    flat, nested = (wire.decode(r.value)[1].nro for r in built.records()[:2])
+    flat, nested = (wire.decode(r.value)[1].nro for r in serving.records()[:2])
     assert flat == nested
 
 
@@ -207,12 +211,12 @@ def test_binary_tensors_follow_the_json_in_both_directions(reader: TestClient) -
     ],
 )
 def test_invalid_tensors_are_refused_with_their_path(
-    reader: TestClient, shared: Built, body: dict[str, Any], status: int, text: str
+    reader: TestClient, shared_serving: InProcessServing, body: dict[str, Any], status: int, text: str
 ) -> None:
-    num_before = len(shared.records())
+    num_before = len(shared_serving.records())
     answer = reader.post(INFER, json=body)
     assert answer.status_code == status, answer.text
-    assert len(shared.records()) - num_before == (status == 200)
+    assert len(shared_serving.records()) - num_before == (status == 200)
     assert status == 200 or (set(answer.json()) == {"error"} and text in answer.json()["error"])
 
 
@@ -242,7 +246,7 @@ def test_truncated_binary_data_is_refused(reader: TestClient, datatype: str, dat
         assert answer.status_code == 400 and "expected" in answer.json()["error"]
 
 
-def test_user_and_page_are_parameters(http: TestClient, built: Built) -> None:
+def test_user_and_page_are_parameters(http: TestClient, serving: InProcessServing) -> None:
     body = {
         "inputs": [ITEMS],
         "parameters": {
@@ -254,12 +258,12 @@ def test_user_and_page_are_parameters(http: TestClient, built: Built) -> None:
         },
     }
     assert http.post(INFER, json=body).status_code == 200
-    message = wire.decode(built.records()[0].value)[1]
+    message = wire.decode(serving.records()[0].value)[1]
     assert message.header.surface == "home" and min(message.positions) == 5 and not message.HasField("ro")
     assert message.header.user_id > 1 << 32 and len(message.header.request_id) == 32
 
 
-def test_health_and_metadata(http: TestClient, built: Built) -> None:
+def test_health_and_metadata(http: TestClient, serving: InProcessServing) -> None:
     assert http.get("/v2").json() == {
         "name": "roostream",
         "version": http.get("/").json()["version"],
@@ -273,7 +277,7 @@ def test_health_and_metadata(http: TestClient, built: Built) -> None:
         assert about["versions"] == ["0-0"] and about["inputs"] == FeatureTensors(SCHEMA).inputs()
         assert [o["name"] for o in about["outputs"]] == ["click", "dwell", "order"]
         assert http.get(f"{path}/ready").json() == {"name": "default", "ready": True}
-    built.waiting_for.append("rows")
+    serving.waiting_for.append("rows")
     assert http.get("/v2/health/ready").status_code == http.get("/v2/models/default/ready").status_code == 503
     assert http.get("/v2/health/live").status_code == http.head("/v2").status_code == 200
 
@@ -302,11 +306,11 @@ def test_path_or_header_selects_the_version(reader: TestClient) -> None:
     assert reader.post(INFER, json=WHOLE, headers={"x-model-version": "9-9"}).status_code == 404
 
 
-def test_inferences_share_queue_and_metrics_with_rank(http: TestClient, built: Built) -> None:
+def test_inferences_share_queue_and_metrics_with_rank(http: TestClient, serving: InProcessServing) -> None:
     assert http.post(INFER, json=WHOLE).is_success
-    told = built.context.metrics.registry.get_sample_value
+    told = serving.context.metrics.registry.get_sample_value
     assert told("roostream_serving_requests_total", {"route": "infer", "status": "200"}) == 1
-    app = HttpInterface(built.context)
+    app = HttpInterface(serving.context)
     app.gate.in_flight = 1 << 20
     full = TestClient(app).post(INFER, json=WHOLE)
     assert (
@@ -351,7 +355,7 @@ def test_a_client_of_the_protocol_gets_the_scores_of_rank(tmp_path: Path) -> Non
     """NVIDIA's, over a socket, in both encodings."""
     client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] isn't installed")
     np_to_triton = importlib.import_module("tritonclient.utils").np_to_triton_dtype
-    with serving_live(build(tmp_path, FakeRows(SCHEMA))) as live:
+    with run_live_serving(build_serving(tmp_path, FakeRows(SCHEMA))) as live:
         rank = TestClient(live.app).post("/v1/rank", json=SAME).json()
         with client.InferenceServerClient(live.url.removeprefix("http://"), network_timeout=60.0) as triton:
             assert (
@@ -393,7 +397,7 @@ def test_a_client_of_the_protocol_gets_the_scores_of_rank(tmp_path: Path) -> Non
                 match="expected model 'default'",
             ):
                 triton.infer("other", given)
-        assert len(live.built.records()) == 3
-        assert len({r.value for r in live.built.records()}) == 1, (
+        assert len(live.serving.records()) == 3
+        assert len({r.value for r in live.serving.records()}) == 1, (
             "what is logged is the same, however it was spelt"
         )

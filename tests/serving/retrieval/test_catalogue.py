@@ -22,7 +22,7 @@ from serving.retrieval.catalogue import (
     load_catalogue,
     read_catalogue,
 )
-from tests.serving.retrieval_cases import NUM_ITEMS, item_of, whole, write_items
+from tests.serving.retrieval_cases import NUM_ITEMS, make_catalogue, make_item, write_items
 from tests.serving.serving_cases import SCHEMA
 
 
@@ -33,22 +33,22 @@ def read(*rows: Any) -> Catalogue:
 
 
 def test_items_are_found_by_id() -> None:
-    catalogue = whole()
+    catalogue = make_catalogue()
     assert len(catalogue) == NUM_ITEMS and (np.diff(catalogue.id_I) > 0).all()
     assert {signed(item_id(given)): given for given in catalogue.client_id_I} == dict(
         zip(catalogue.id_I.tolist(), catalogue.client_id_I, strict=True)
     )
-    assert set(catalogue.client_id_I) == {item_of(i)["item_id"] for i in range(NUM_ITEMS)}
+    assert set(catalogue.client_id_I) == {make_item(i)["item_id"] for i in range(NUM_ITEMS)}
     assert catalogue.attributes.allowed({"lang": "da"}).sum() == NUM_ITEMS / 2
 
 
 def test_features_equal_those_of_the_file_for_any_selection() -> None:
-    catalogue = whole()
+    catalogue = make_catalogue()
     slots = catalogue.find_slots(catalogue.id_I[[40, 3, 17]])
     features = catalogue.features(slots)
     for at, slot in enumerate(slots.tolist()):
         given = catalogue.client_id_I[slot]
-        row = next(item_of(i) for i in range(NUM_ITEMS) if item_of(i)["item_id"] == given)
+        row = next(make_item(i) for i in range(NUM_ITEMS) if make_item(i)["item_id"] == given)
         assert features["item"][at] == [catalogue.id_I[slot]]
         assert features["topics"][at] == row.get("topics")
         assert (
@@ -59,7 +59,7 @@ def test_features_equal_those_of_the_file_for_any_selection() -> None:
 
 
 def test_selected_items_equal_a_decoded_request_with_them() -> None:
-    catalogue, slots = whole(), np.array([3, 17, 40])
+    catalogue, slots = make_catalogue(), np.array([3, 17, 40])
     taken = catalogue.take(slots)
     block = encode_nro(SCHEMA, catalogue.features(slots), 3)
     again = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode_request(

@@ -19,10 +19,10 @@ from tests.serving.retrieval_cases import (
     CASCADE,
     NUM_ITEMS,
     TOWERS,
-    Retrieving,
-    item_of,
-    packed_version,
-    retrieving,
+    RetrievalServing,
+    make_item,
+    make_retrieval,
+    make_version,
     write_items,
 )
 from tests.serving.serving_cases import MODEL, SCHEMA
@@ -52,32 +52,34 @@ def rows() -> Rows:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, rows: Rows) -> Iterator[Retrieving]:
-    made = retrieving(tmp_path / "home", rows)
+def kept(tmp_path: Path, rows: Rows) -> Iterator[RetrievalServing]:
+    made = make_retrieval(tmp_path / "home", rows)
     yield made
-    made.built.close()
+    made.serving.close()
 
 
-def space_of(kept: Retrieving) -> RetrievalIndex:
-    space = kept.keeper.retriever.index
+def space_of(kept: RetrievalServing) -> RetrievalIndex:
+    space = kept.updater.retriever.index
     assert space is not None
     return space
 
 
-def test_the_first_build_uses_the_served_version(kept: Retrieving, rows: Rows) -> None:
-    assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "vectors of items"
+def test_the_first_build_uses_the_served_version(kept: RetrievalServing, rows: Rows) -> None:
+    assert kept.updater.retriever.index is None and kept.updater.waiting_for == "vectors of items"
     kept.turn()
     space = space_of(kept)
-    assert space.version.name == "1-2" and len(space.catalogue) == NUM_ITEMS and kept.keeper.waiting_for == ""
+    assert (
+        space.version.name == "1-2" and len(space.catalogue) == NUM_ITEMS and kept.updater.waiting_for == ""
+    )
     np.testing.assert_allclose(
         space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
     )
 
 
-def test_version_and_vectors_change_together(kept: Retrieving, rows: Rows) -> None:
+def test_version_and_vectors_change_together(kept: RetrievalServing, rows: Rows) -> None:
     kept.turn()
     before = space_of(kept)
-    kept.serve(packed_version("1-3", seed=7))
+    kept.serve(make_version("1-3", seed=7))
     seen = set[tuple[str, bool]]()
     first = before.nearest.vectors()
 
@@ -92,7 +94,7 @@ def test_version_and_vectors_change_together(kept: Retrieving, rows: Rows) -> No
     assert seen == {("1-2", True), ("1-3", False)}
 
 
-def test_items_with_changed_rows_get_new_vectors(kept: Retrieving, rows: Rows) -> None:
+def test_items_with_changed_rows_get_new_vectors(kept: RetrievalServing, rows: Rows) -> None:
     kept.turn()
     space, before = space_of(kept), space_of(kept).nearest.vectors()
     rows.changed = {7: 0.9, 11: -0.9}  # 7 is a topic too
@@ -103,46 +105,46 @@ def test_items_with_changed_rows_get_new_vectors(kept: Retrieving, rows: Rows) -
         space.catalogue.client_id_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()
     }
     assert {7, 11} <= moved and space_of(kept) is space and 2 not in moved
-    assert kept.keeper.metrics()["roostream_serving_items_due"] == 0 and kept.keeper.num_built == 1
+    assert kept.updater.metrics()["roostream_serving_items_due"] == 0 and kept.updater.num_built == 1
 
 
 def test_refreshes_are_limited_and_the_lag_is_reported(tmp_path: Path, rows: Rows) -> None:
-    kept = retrieving(tmp_path / "home", rows, max_items_refreshed_per_s=50)  # ten a turn
+    kept = make_retrieval(tmp_path / "home", rows, max_items_refreshed_per_s=50)  # ten a turn
     kept.turn()
     rows.changed = {7: 0.9}
     due, lag = [], []
     for _ in range(4):
         kept.turn(after_s=0.5)
-        numbers = kept.keeper.metrics()
+        numbers = kept.updater.metrics()
         due.append(numbers["roostream_serving_items_due"])
         lag.append(numbers["roostream_serving_items_lag_seconds"])
-    kept.built.close()
+    kept.serving.close()
     assert due == [0, 20, 10, 0]  # seen a second after the last look: the 30 items that have topic 7
     assert lag == [0.0, 0.0, 0.5, 0.0]
 
 
 def test_a_new_catalogue_is_loaded_and_a_bad_one_keeps_the_old(
-    kept: Retrieving, caplog: pytest.LogCaptureFixture
+    kept: RetrievalServing, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.turn()
-    write_items(kept.items, [item_of(i) for i in range(NUM_ITEMS, NUM_ITEMS + 3)])
+    write_items(kept.items, [make_item(i) for i in range(NUM_ITEMS, NUM_ITEMS + 3)])
     kept.turn(after_s=5.0)
     assert space_of(kept).catalogue.client_id_I.count(61) == 1 and len(space_of(kept).catalogue) == 3
     write_items(kept.items, [{"item_id": 1, "no_such": 2}])
     for _ in range(3):
         kept.turn(after_s=5.0)
-    assert len(space_of(kept).catalogue) == 3 and kept.keeper.num_refused == 1
+    assert len(space_of(kept).catalogue) == 3 and kept.updater.num_refused == 1
     (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "items.jsonl:1: unknown field 'no_such'" in told and "stay in use" in told
 
 
-def test_a_catalogue_that_appears_later_is_loaded(kept: Retrieving) -> None:
+def test_a_catalogue_that_appears_later_is_loaded(kept: RetrievalServing) -> None:
     kept.items.rename(kept.items.with_suffix(".away"))
     kept.turn()
-    assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "", (
+    assert kept.updater.retriever.index is None and kept.updater.waiting_for == "", (
         "a process isn't held back for ever"
     )
-    assert "expected a file of items" in kept.keeper.retriever.unavailable_reason
+    assert "expected a file of items" in kept.updater.retriever.unavailable_reason
     kept.items.with_suffix(".away").rename(kept.items)
     kept.turn(after_s=5.0)
     assert len(space_of(kept).catalogue) == NUM_ITEMS
@@ -159,61 +161,61 @@ def test_a_catalogue_that_appears_later_is_loaded(kept: Retrieving) -> None:
     ],
 )
 def test_a_version_that_cannot_retrieve_is_skipped_and_logged_once(
-    kept: Retrieving, caplog: pytest.LogCaptureFixture, config: object, message: str
+    kept: RetrievalServing, caplog: pytest.LogCaptureFixture, config: object, message: str
 ) -> None:
     kept.turn()
-    kept.serve(packed_version("1-3", config))  # type: ignore[arg-type]
+    kept.serve(make_version("1-3", config))  # type: ignore[arg-type]
     for _ in range(3):
         kept.turn(after_s=5.0)
-    assert space_of(kept).version.name == "1-2" and kept.keeper.num_refused == 1
+    assert space_of(kept).version.name == "1-2" and kept.updater.num_refused == 1
     assert [message in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [True]
-    kept.serve(packed_version("1-4"))
+    kept.serve(make_version("1-4"))
     kept.turn(after_s=5.0)
     assert space_of(kept).version.name == "1-4"
 
 
-def test_versions_that_arrive_during_a_build_are_skipped(kept: Retrieving, rows: Rows) -> None:
+def test_versions_that_arrive_during_a_build_are_skipped(kept: RetrievalServing, rows: Rows) -> None:
     gather = rows.gather
     rows.gather = lambda lookup: (kept.clock.advance(1.0), gather(lookup))[1]  # type: ignore[method-assign,assignment]
     kept.turn()
-    took_s = kept.keeper.build_s
+    took_s = kept.updater.build_s
     assert took_s is not None and took_s >= 2
-    begin_s, before = kept.clock.monotonic_s(), kept.keeper.num_built
+    begin_s, before = kept.clock.monotonic_s(), kept.updater.num_built
     for number in range(3, 30):
-        kept.serve(packed_version(f"1-{number}"))
+        kept.serve(make_version(f"1-{number}"))
         kept.turn(after_s=took_s / 2)
-    built = kept.keeper.num_built - before
-    assert 2 <= built <= 1 + (kept.clock.monotonic_s() - begin_s) / (4 * took_s)
+    serving = kept.updater.num_built - before
+    assert 2 <= serving <= 1 + (kept.clock.monotonic_s() - begin_s) / (4 * took_s)
     assert int(space_of(kept).version.name.partition("-")[2]) > 29 - 10
 
 
-def test_a_stop_cancels_a_build(kept: Retrieving) -> None:
+def test_a_stop_cancels_a_build(kept: RetrievalServing) -> None:
     kept.turn()
-    kept.serve(packed_version("1-3"))
+    kept.serve(make_version("1-3"))
     stop = threading.Event()
     stop.set()
     kept.clock.advance(5.0)
-    kept.keeper.turn(stop)
-    assert space_of(kept).version.name == "1-2" and kept.keeper.num_built == 1
+    kept.updater.turn(stop)
+    assert space_of(kept).version.name == "1-2" and kept.updater.num_built == 1
 
 
-def test_a_rollback_is_followed(kept: Retrieving) -> None:
-    old, new = packed_version("1-2"), packed_version("1-3", seed=7)
+def test_a_rollback_is_followed(kept: RetrievalServing) -> None:
+    old, new = make_version("1-2"), make_version("1-3", seed=7)
     served: list[Version] = []
     for version in (old, new, old):
-        kept.built.service.versions.install(version)
+        kept.serving.service.versions.install(version)
         kept.turn(after_s=60.0)
         served.append(space_of(kept).version)
     assert served == [old, new, old]
 
 
-def test_vectors_are_rebuilt_once_rows_are_loaded(kept: Retrieving) -> None:
-    kept.keeper.retriever.rows_ready = lambda: False
+def test_vectors_are_rebuilt_once_rows_are_loaded(kept: RetrievalServing) -> None:
+    kept.updater.retriever.rows_ready = lambda: False
     for _ in range(3):
         kept.turn(after_s=5.0)
     before = space_of(kept)
-    assert kept.keeper.num_built == 1
-    kept.keeper.retriever.rows_ready = lambda: True
+    assert kept.updater.num_built == 1
+    kept.updater.retriever.rows_ready = lambda: True
     for _ in range(3):
         kept.turn(after_s=5.0)
-    assert kept.keeper.num_built == 2 and space_of(kept) is not before
+    assert kept.updater.num_built == 2 and space_of(kept) is not before

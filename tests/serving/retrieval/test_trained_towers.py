@@ -50,12 +50,12 @@ def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_pat
         LoadedVersions(build_version("1-1", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict())),
         rows,
     )
-    keeper = open_retrieval(
+    updater = open_retrieval(
         RetrievalSettings(items=str(file)), SCHEMA, service, IdleGate(clock), clock, CollectorRegistry()
     )
-    assert keeper is not None
-    keeper.turn()
-    space = keeper.retriever.index
+    assert updater is not None
+    updater.turn()
+    space = updater.retriever.index
     assert space is not None
     np.testing.assert_allclose(
         space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
@@ -65,18 +65,18 @@ def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_pat
         pass
     before = space.nearest.vectors()
     clock.advance(2.0)
-    keeper.turn()
+    updater.turn()
     after = space.nearest.vectors()
-    assert keeper.retriever.index is space and np.abs(after - before).max() > 1e-3
+    assert updater.retriever.index is space and np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
 
     service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict()))
     clock.advance(60.0)
-    keeper.turn()
+    updater.turn()
     parser, liked, every = RetrieveParser(SCHEMA, 0), [], []
     for user in range(1, 31):
         body = {"user_id": user, "ro": {"user": [user], "hour": 3.0}, "k": 6}
-        found = keeper.retriever.retrieve(parser.retrieve(json.dumps(body).encode()), T0)
+        found = updater.retriever.retrieve(parser.retrieve(json.dumps(body).encode()), T0)
         assert found.index.version.name == "1-2"
         liked.append(world.attraction(user, np.array(found.given, np.int64), T0).mean())
         every.append(world.attraction(user, np.array(items, np.int64), T0).mean())

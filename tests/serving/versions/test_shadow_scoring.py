@@ -18,27 +18,27 @@ from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.routing import TrafficSplit
 from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring, differences
-from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 
 class Shadowed:
-    def __init__(self, built: Built) -> None:
-        self.built, self.idle_gate, self.registry = built, IdleGate(FakeClock()), CollectorRegistry()
-        self.shadow = ShadowScoring(built.service.versions, built.service.rows, 0, self.idle_gate)
+    def __init__(self, serving: InProcessServing) -> None:
+        self.serving, self.idle_gate, self.registry = serving, IdleGate(FakeClock()), CollectorRegistry()
+        self.shadow = ShadowScoring(serving.service.versions, serving.service.rows, 0, self.idle_gate)
         self.registry.register(self.shadow)
-        built.service.on_scored = self.shadow.offer
-        built.service.versions.put(shadow=TrafficSplit("previous", 1.0))
+        serving.service.on_scored = self.shadow.offer
+        serving.service.versions.put(shadow=TrafficSplit("previous", 1.0))
 
     def install(self, name: str, scale: float) -> None:
         state = build_model(SCHEMA, MODEL, 0).state_dict()
-        self.built.service.versions.install(
+        self.serving.service.versions.install(
             build_version(name, SCHEMA, MODEL, 0, {n: t * scale for n, t in state.items()})
         )
 
     def ask(self, number: int = 1) -> None:
         request = JsonParser(SCHEMA).parse(json.dumps({**BODY, "request_id": f"r-{number}"}).encode())
-        self.built.service.rank(request, NOW_MS)
+        self.serving.service.rank(request, NOW_MS)
 
     def value(self, name: str) -> float:
         found = self.registry.get_sample_value(f"roostream_serving_shadow_{name}")
@@ -49,9 +49,9 @@ class Shadowed:
 @pytest.fixture
 def shadowed(tmp_path: Path) -> Iterator[Shadowed]:
     torch.set_num_threads(1)
-    built = build(tmp_path, FakeRows(SCHEMA))
-    yield Shadowed(built)
-    built.close()
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    yield Shadowed(serving)
+    serving.close()
 
 
 def test_a_shadow_reports_differences_of_scores(shadowed: Shadowed) -> None:
@@ -73,9 +73,9 @@ def test_a_shadow_reports_differences_of_scores(shadowed: Shadowed) -> None:
 def test_shadow_scores_are_neither_logged_nor_answered(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
     request = JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
-    ranked = shadowed.built.service.rank(request, NOW_MS)
+    ranked = shadowed.serving.service.rank(request, NOW_MS)
     shadowed.shadow.turn(max_s=0.001)
-    assert ranked.answer.model_version == "1-1" and shadowed.built.records() == []
+    assert ranked.answer.model_version == "1-1" and shadowed.serving.records() == []
 
 
 def test_without_a_shadow_nothing_is_queued(shadowed: Shadowed) -> None:

@@ -22,23 +22,23 @@ from serving.scorer import Version, build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.recent_requests import RecentRequests
 from serving.versions.version_follower import WarmUp
-from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 
 class Tried:
     """A process that has scored a few requests, and a warm-up over them."""
 
-    def __init__(self, built: Built, most: int = 4) -> None:
-        self.built, self.recent, self.idle_gate = built, RecentRequests(), IdleGate(FakeClock())
-        built.service.on_scored = self.recent.add
+    def __init__(self, serving: InProcessServing, most: int = 4) -> None:
+        self.serving, self.recent, self.idle_gate = serving, RecentRequests(), IdleGate(FakeClock())
+        serving.service.on_scored = self.recent.add
         self.rows = CountingRows(SCHEMA)
         self.warm_up = WarmUp(
-            self.recent, self.rows, lambda: built.service.versions.served.version, self.idle_gate, most
+            self.recent, self.rows, lambda: serving.service.versions.served.version, self.idle_gate, most
         )
 
     def ask(self, **changes: Any) -> None:
-        self.built.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
+        self.serving.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
 
 
 class CountingRows(FakeRows):
@@ -52,9 +52,9 @@ class CountingRows(FakeRows):
 @pytest.fixture
 def tried(tmp_path: Path) -> Iterator[Tried]:
     torch.set_num_threads(1)
-    built = build(tmp_path, FakeRows(SCHEMA))
-    yield Tried(built)
-    built.close()
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    yield Tried(serving)
+    serving.close()
 
 
 def test_a_refusal_shows_no_control_characters_of_a_request_id(tried: Tried) -> None:
@@ -80,7 +80,7 @@ def test_a_trial_scores_recent_requests_without_side_effects(tried: Tried) -> No
     for number in range(6):
         tried.ask(request_id=f"r-{number}")
     tried.warm_up(good())
-    assert tried.rows.num_gathers == 4 and tried.built.records() == [] and len(tried.recent.newest(99)) == 6
+    assert tried.rows.num_gathers == 4 and tried.serving.records() == [] and len(tried.recent.newest(99)) == 6
 
 
 def test_a_version_with_non_finite_scores_is_refused(tried: Tried) -> None:
