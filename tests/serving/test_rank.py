@@ -1,4 +1,5 @@
-"""From request to answer and impression: what is scored is what is logged, and what training gives (G9)."""
+"""From a rank request to its answer and logged impression. Guarantee G9 (docs/architecture.md, Guarantees):
+the logged features, scored by the training code, give the served scores."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from tests.serving.serving_fakes import FakeHydrator, FakeRows
 HYDRATED = FakeHydrator({"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}, {"clicks_1h": 50.0})
 
 
-def perturbed(seed: int) -> dict[str, torch.Tensor]:
-    """Weights of a model that isn't new."""
+def random_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Return weights that differ from the initial ones."""
     generator = torch.Generator().manual_seed(seed)
     state = build_model(SCHEMA, MODEL, 0).state_dict()
     return {name: t + 0.3 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
@@ -47,7 +48,7 @@ def perturbed(seed: int) -> dict[str, torch.Tensor]:
 def serving(tmp_path: Path) -> Iterator[InProcessServing]:
     torch.set_num_threads(1)
     serving = build_serving(tmp_path, FakeRows(SCHEMA), HYDRATED)
-    serving.service.versions.install(build_version("1-7", SCHEMA, MODEL, 0, perturbed(1)))
+    serving.service.versions.install(build_version("1-7", SCHEMA, MODEL, 0, random_weights(1)))
     yield serving
     serving.close()
 
@@ -56,13 +57,15 @@ def rank(service: RankService, **changes: Any) -> tuple[RankResult, dict[str, An
     request = JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode())
     ranked = service.rank(request, NOW_MS)
     kind, message = wire.decode(ranked.record.value)
-    assert wire.encode(kind, message) == ranked.record.value, "the bytes that protobuf would have written"
+    assert wire.encode(kind, message) == ranked.record.value, (
+        "the record has the bytes that the protobuf library writes"
+    )
     assert kind == wire.IMPRESSION and isinstance(message, pb.Impression)
     return ranked, json.loads(ENCODER.encode(ranked.answer)), message
 
 
 def sample_of(impression: pb.Impression) -> Record:
-    """What the joiner makes of an impression: its blocks byte for byte."""
+    """Return the sample that the joiner makes of an impression. It has the same blocks, byte for byte."""
     n = len(impression.item_ids)
     sample = pb.Sample(
         header=impression.header, ro=impression.ro, item_ids=impression.item_ids, labels=[0.0] * 2 * n
@@ -93,7 +96,7 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(servin
         lookup = build_lookup(batch)
         rows = serving.service.rows.gather(lookup)
         model = build_model(SCHEMA, MODEL, 0)
-        model.load_state_dict(perturbed(1))
+        model.load_state_dict(random_weights(1))
         logits = model(build_inputs(batch, lookup, rows, train=True)).detach().numpy()
         served = np.array(impression.scores, np.float32).reshape(-1, 2)
         np.testing.assert_allclose(served, probabilities(logits), rtol=0, atol=1e-5)
@@ -103,25 +106,27 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(servin
         scored = version.score(serving.service.rows, logged)
         np.testing.assert_allclose(scored, logits, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(
-            probabilities(scored), served, "of the logged bytes, the bits that were served"
+            probabilities(scored), served, "the logged bytes give the served scores bit for bit"
         )
         as_trained = dataclasses.replace(version, as_trained=True)
         alone = as_trained.score(serving.service.rows, logged)
-        np.testing.assert_array_equal(alone, logits, "scoring = modules: the bits of training")
-        for together in as_trained.score_all(serving.service.rows, [logged] * 3):
-            np.testing.assert_array_equal(together, logits)
+        np.testing.assert_array_equal(
+            alone, logits, "with `scoring = modules`, logits equal those of training bit for bit"
+        )
+        for batched in as_trained.score_all(serving.service.rows, [logged] * 3):
+            np.testing.assert_array_equal(batched, logits)
 
 
 def test_only_the_request_with_a_missing_row_is_degraded(serving: InProcessServing) -> None:
     service, gather = serving.service, serving.service.rows.gather
-    missed = [False]
+    row_missing = [False]
 
-    class Missing:
+    class RowsWithAlternatingMisses:
         def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-            missed.append(not missed[-1])
+            row_missing.append(not row_missing[-1])
             return gather(lookup)
 
-    service.rows, service.rows_complete = Missing(), lambda: not missed[-1]
+    service.rows, service.rows_complete = RowsWithAlternatingMisses(), lambda: not row_missing[-1]
     assert rank(service)[1]["degraded"] is True
     assert rank(service)[1]["degraded"] is False
 
@@ -135,12 +140,12 @@ def test_hydrated_features_are_logged_as_scored(serving: InProcessServing) -> No
 
 def test_an_unavailable_redis_degrades_answers(tmp_path: Path) -> None:
     hydrator = FakeHydrator()
-    hydrator.away = True
+    hydrator.unavailable = True
     serving = build_serving(tmp_path, FakeRows(SCHEMA), hydrator)
     _, answer, impression = rank(serving.service, ro={})
     assert answer["degraded"] is True and "history" not in decode_block(SCHEMA, "ro", impression.ro, 1)
     _, answer, _ = rank(serving.service)
-    assert answer["degraded"] is False and hydrator.num_reads == 1, "a complete request asks nobody"
+    assert answer["degraded"] is False and hydrator.num_reads == 1, "a complete request does not read Redis"
     serving.service.rows_ready = lambda: False
     assert rank(serving.service)[1]["degraded"] is True
     serving.close()
@@ -150,15 +155,15 @@ def test_before_the_first_commit_the_initial_weights_are_served(tmp_path: Path) 
     serving = build_serving(tmp_path, FakeRows(SCHEMA))
     _, answer, impression = rank(serving.service)
     assert answer["model_version"] == impression.header.model_version == "0-0"
-    assert all(abs(s["click"] - 0.1) < 1e-6 for s in answer["scores"]), "the prior"
+    assert all(abs(s["click"] - 0.1) < 1e-6 for s in answer["scores"]), "initial weights give the prior"
     serving.close()
 
 
 def test_a_later_page_is_logged_without_request_features(serving: InProcessServing) -> None:
-    _, whole, first = rank(serving.service)
+    _, first_answer, first = rank(serving.service)
     _, answer, added = rank(serving.service, append=True)
     assert first.HasField("ro") and not added.HasField("ro")
-    assert answer["scores"] == whole["scores"] and added.nro == first.nro
+    assert answer["scores"] == first_answer["scores"] and added.nro == first.nro
     _, _, second = rank(serving.service, append=True, first_position=3)
     assert sorted(second.positions) == [3, 4, 5]
 
@@ -192,7 +197,7 @@ def test_an_impression_beyond_the_record_limit_is_413(serving: InProcessServing)
 
 
 def test_a_score_that_is_not_finite_is_never_answered(serving: InProcessServing) -> None:
-    weights = {name: torch.full_like(t, float("inf")) for name, t in perturbed(1).items()}
+    weights = {name: torch.full_like(t, float("inf")) for name, t in random_weights(1).items()}
     service = RankService(
         SCHEMA, LoadedVersions(build_version("1-9", SCHEMA, MODEL, 0, weights)), serving.service.rows
     )
@@ -202,7 +207,7 @@ def test_a_score_that_is_not_finite_is_never_answered(serving: InProcessServing)
 
 
 class FailsOnTwo(Model):
-    """A user's own: it raises where item 2 is, and gives no number for item 31."""
+    """A custom model that raises an error for item 2 and returns NaN for item 31."""
 
     def __init__(self, inner: Model) -> None:
         super().__init__()
@@ -221,16 +226,16 @@ class FailsOnTwo(Model):
 def test_an_invalid_request_fails_alone(serving: InProcessServing) -> None:
     version = serving.service.versions.newest
     bodies = [{**BODY, "candidates": {"item_id": [i, 30 + i]}} for i in range(4)]
-    asked = [(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS) for body in bodies]
-    alone = [serving.service.rank(*each).scores_nT for each in asked]
+    requests = [(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS) for body in bodies]
+    alone = [serving.service.rank(*each).scores_nT for each in requests]
 
     serving.service.versions.install(dataclasses.replace(version, model=FailsOnTwo(version.model)))
-    outcomes = serving.service.rank_all(asked)
-    said = [str(o) if isinstance(o, RequestError) else "" for o in outcomes]
+    outcomes = serving.service.rank_all(requests)
+    messages = [str(o) if isinstance(o, RequestError) else "" for o in outcomes]
     assert (
-        "code of model version 1-7 failed" in said[2]
-        and "not finite for this request" in said[1]
-        and not said[0] + said[3]
+        "code of model version 1-7 failed" in messages[2]
+        and "not finite for this request" in messages[1]
+        and not messages[0] + messages[3]
     )
     for i in (0, 3):
         ranked = outcomes[i]

@@ -14,7 +14,7 @@ import httpx2 as httpx
 from serving.access.bearer_keys import new_key, write_keys
 from serving.client import Client, RetryPolicy, ServingError
 from tests.certificates import Authority, trusting
-from tests.serving.test_serving_main import Running, write_config
+from tests.serving.test_serving_main import ServingProcess, write_config
 
 PATIENT = RetryPolicy(deadline_ms=60_000)
 
@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def addresses(running: Running) -> tuple[str, str]:
+def addresses(running: ServingProcess) -> tuple[str, str]:
     """Return the URLs of serving and of its admin interface, as soon as both are logged. Every line is
     JSON."""
     found: dict[str, str] = {}
@@ -56,7 +56,7 @@ def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -
         "tls_key": private_key,
         "log_format": "json",
     }
-    running = Running(write_config(tmp_path, admin_listen="127.0.0.1:0", **settings))
+    running = ServingProcess(write_config(tmp_path, admin_listen="127.0.0.1:0", **settings))
     url, admin_url = addresses(running)
 
     def status() -> int:

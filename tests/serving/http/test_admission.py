@@ -1,4 +1,7 @@
-"""Admission control under overload, in simulated time: one server, deterministic arrivals, any load."""
+"""Admission control under overload, in simulated time: one server, deterministic arrivals, any load.
+
+Guarantee G7 (docs/architecture.md, Guarantees): overload is refused with a clear status.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from serving.rows.served_rows import CachedRows
 from serving.versions.version_follower import VersionFollower
 from tests.runtime.manifest_cases import a_manifest
 from tests.serving.live_serving import LiveServing, run_live_serving
-from tests.serving.rows.test_row_follower import Shard
+from tests.serving.rows.test_row_follower import FakeShard
 from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeRows, FakeRowTopic, FakeSink
 
@@ -177,7 +177,7 @@ def test_a_replica_with_a_stalled_topic_answers_and_reports_row_age(tmp_path: Pa
         threading.Event(),
     )
     follower = RowFollower(
-        Replica(SCHEMA, 0), topic, [InMemoryTransport(Shard({8: 0.5}))], lambda stage, ms: None, clock
+        Replica(SCHEMA, 0), topic, [InMemoryTransport(FakeShard({8: 0.5}))], lambda stage, ms: None, clock
     )
     follower.bootstrap()
     follower.step()

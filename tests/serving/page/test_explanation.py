@@ -1,4 +1,5 @@
-"""Why candidates score as they do: against scores of requests without the feature, and beside the ranks."""
+"""`/v1/explain`: the contribution of each feature equals the change of the scores without it, and
+explanations do not delay rank requests."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests.serving.serving_cases import (
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
-def explained(serving: InProcessServing, body: dict[str, Any] = BODY) -> dict[str, Any]:
+def explain(serving: InProcessServing, body: dict[str, Any] = BODY) -> dict[str, Any]:
     answer = make_http_client(serving).post("/v1/explain", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -38,19 +39,19 @@ def explained(serving: InProcessServing, body: dict[str, Any] = BODY) -> dict[st
 
 def test_explain_gives_the_scores_and_order_of_rank_and_logs_nothing(serving: InProcessServing) -> None:
     serve_random_weights(serving)
-    told = explained(serving)
+    result = explain(serving)
     assert serving.records() == []
     rank = make_http_client(serving).post("/v1/rank", json=BODY).json()
-    assert told["order"] == rank["order"] and told["model_version"] == rank["model_version"] == "1-9"
-    assert [c["item_id"] for c in told["candidates"]] == [8, "nine", 10]
-    for one, scores in zip(told["candidates"], rank["scores"], strict=True):
+    assert result["order"] == rank["order"] and result["model_version"] == rank["model_version"] == "1-9"
+    assert [c["item_id"] for c in result["candidates"]] == [8, "nine", 10]
+    for one, scores in zip(result["candidates"], rank["scores"], strict=True):
         assert one["scores"] == pytest.approx(scores, abs=1e-6)
 
 
 def test_a_contribution_is_the_score_change_without_the_feature(serving: InProcessServing) -> None:
     serve_random_weights(serving)
-    told = explained(serving)
-    by_name = {f["name"]: f for f in told["features"]}
+    result = explain(serving)
+    by_name = {f["name"]: f for f in result["features"]}
     for name in ("mood", "likes", "history", "age_h", "topics", "clicks"):
         body = copy.deepcopy(BODY)
         body["ro"].pop(name, None)
@@ -59,22 +60,22 @@ def test_a_contribution_is_the_score_change_without_the_feature(serving: InProce
         without = make_http_client(serving).post("/v1/rank", json=body).json()["scores"]
         changes = [
             {task: s[task] - c["scores"][task] for task in s}
-            for s, c in zip(without, told["candidates"], strict=True)
+            for s, c in zip(without, result["candidates"], strict=True)
         ]
         for change, expected in zip(by_name[name]["changes"], changes, strict=True):
             assert change == pytest.approx(expected, abs=2e-6), name
     assert max(abs(c["click"]) for f in by_name.values() for c in f["changes"] or ()) > 1e-4, (
-        "some of it matters"
+        "at least one feature changes the scores"
     )
 
 
 def test_features_are_shown_as_scored(serving: InProcessServing) -> None:
-    by_name = {f["name"]: f for f in explained(serving)["features"]}
+    by_name = {f["name"]: f for f in explain(serving)["features"]}
     assert set(by_name) == {f.name for f in (*SCHEMA.ro, *SCHEMA.nro)}
     assert by_name["age_h"]["values"] == [2.5, None, None] and by_name["mood"]["values"] == [0.5]
     assert by_name["topics"]["values"] == ["1, 2", "7", None] and by_name["history"]["values"] == ["8, 3"]
     assert by_name["num_candidates"]["values"] == [3.0] and by_name["place"]["values"] == [0.0, 1.0, 2.0], (
-        "computed ones too"
+        "computed features are shown too"
     )
     assert by_name["item"]["values"] == ["8", str(item_id("nine")), "10"] and by_name["mood"]["rows"] is None
 
@@ -83,30 +84,32 @@ def test_hydrated_features_are_explained_and_marked(tmp_path: Path) -> None:
     hydrator = FakeHydrator({}, {"clicks_1h": 7.0})
     serving = build_serving(tmp_path, FakeRows(SCHEMA), hydrator)
     body = {"user_id": 1, "candidates": [{"item_id": 1}, {"item_id": 2}]}
-    told = explained(serving, body)
-    assert {f["name"]: f["values"] for f in told["features"]}["clicks"] == [7.0, 7.0] and not told["degraded"]
+    result = explain(serving, body)
+    assert {f["name"]: f["values"] for f in result["features"]}["clicks"] == [7.0, 7.0] and not result[
+        "degraded"
+    ]
     hydrator.unavailable = True
-    assert explained(serving, body)["degraded"]
+    assert explain(serving, body)["degraded"]
     serving.close()
 
 
 def test_known_and_trained_rows_are_counted(tmp_path: Path) -> None:
-    class Learned:
-        """Of all rows only item 8's and topic 2's."""
+    class RowsWithTwoTrained:
+        """Rows of which only those of item 8 and topic 2 are trained."""
 
         def __init__(self) -> None:
-            self.blank = Replica(SCHEMA, 0, num_buckets=1)
+            self.initial_rows = Replica(SCHEMA, 0, num_buckets=1)
 
         def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-            rows = {stack: found.copy() for stack, found in self.blank.gather(lookup).items()}
+            rows = {stack: found.copy() for stack, found in self.initial_rows.gather(lookup).items()}
             known = {(SCHEMA.table_by_name["item"].id, 8), (SCHEMA.table_by_name["topic"].id, 2)}
             for stack, entry in lookup.stacks.items():
                 learned = [(int(t), int(i)) in known for t, i in zip(entry.table_U, entry.id_U, strict=True)]
                 rows[stack][learned] += 1
             return rows
 
-    serving = build_serving(tmp_path, Learned())
-    rows = {f["name"]: f["rows"] for f in explained(serving)["features"]}
+    serving = build_serving(tmp_path, RowsWithTwoTrained())
+    rows = {f["name"]: f["rows"] for f in explain(serving)["features"]}
     assert rows["topics"] == [
         {"needed": 2, "learned": 1},
         {"needed": 1, "learned": 0},
@@ -121,9 +124,9 @@ def test_explain_is_bounded_in_candidates_and_features(
     serving: InProcessServing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(explanation, "MAX_FEATURES", 3)
-    told = explained(serving)
-    assert [f["name"] for f in told["features"] if f["changes"] is not None] == ["item", "topics", "age_h"]
-    assert told["left_out"] == 8
+    result = explain(serving)
+    assert [f["name"] for f in result["features"] if f["changes"] is not None] == ["item", "topics", "age_h"]
+    assert result["left_out"] == 8
     monkeypatch.setattr("serving.http.explain_route.MAX_CANDIDATES", 2)
     refused = make_http_client(serving).post("/v1/explain", json=BODY)
     assert refused.status_code == 413 and refused.json()["error"]["path"] == "$.candidates"
@@ -143,31 +146,33 @@ def test_explain_refuses_what_rank_refuses(
 def test_explain_requests_queue_with_rank_one_at_a_time(serving: InProcessServing) -> None:
     app = HttpInterface(serving.context)
     passes: list[str] = []
-    explainer, go, begun = app.explainer, threading.Event(), threading.Event()
+    explainer, may_begin, begun = app.explainer, threading.Event(), threading.Event()
     begin, score_without = explainer.begin, explainer.score_without
-    explainer.begin = lambda *given: (begun.set(), go.wait(30), begin(*given))[2]
+    explainer.begin = lambda *given: (begun.set(), may_begin.wait(30), begin(*given))[2]
     explainer.score_without = lambda *given: (passes.append("explain"), score_without(*given))[1]
 
-    async def ask(path: str) -> int:
+    async def post(path: str) -> int:
         import httpx2 as httpx
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
             return (await http.post(path, json=BODY, timeout=60)).status_code
 
-    async def all_of_it() -> list[int]:
-        first = asyncio.create_task(ask("/v1/explain"))
+    async def send_all() -> list[int]:
+        first = asyncio.create_task(post("/v1/explain"))
         while not begun.is_set():
             await asyncio.sleep(0.001)
-        second = await ask("/v1/explain")
-        rank = asyncio.create_task(ask("/v1/rank"))
+        second = await post("/v1/explain")
+        rank = asyncio.create_task(post("/v1/rank"))
         while not app.gate.in_flight:
             await asyncio.sleep(0.001)
         serving.service.on_scored = lambda scored: passes.append("rank")
-        go.set()
+        may_begin.set()
         return [await first, second, await rank]
 
-    assert asyncio.run(all_of_it()) == [200, 429, 200]
-    assert passes[0] == "rank" and "explain" in passes, "a rank waits for one pass of an explanation at most"
+    assert asyncio.run(send_all()) == [200, 429, 200]
+    assert passes[0] == "rank" and "explain" in passes, (
+        "a rank request waits for at most one pass of an explanation"
+    )
     app.gate.in_flight = 1 << 20
     full = TestClient(app).post("/v1/explain", json=BODY)
     assert full.status_code == 429 and "in flight" in full.text
@@ -175,7 +180,7 @@ def test_explain_requests_queue_with_rank_one_at_a_time(serving: InProcessServin
 
 def test_the_example_of_the_page_is_valid(serving: InProcessServing) -> None:
     page = make_http_client(serving).get("/page.json").json()
-    assert page["example"] == rank_example(SCHEMA) and explained(serving, page["example"])["order"]
+    assert page["example"] == rank_example(SCHEMA) and explain(serving, page["example"])["order"]
 
 
 def test_the_page_describes_the_served_schema(serving: InProcessServing) -> None:

@@ -1,4 +1,5 @@
-"""The live list of the front page: items of recent traffic, and what training changed since a click."""
+"""The live list of serving's front page: items of recent requests, and the score changes by training since a
+click."""
 
 from __future__ import annotations
 
@@ -29,19 +30,19 @@ from tests.serving.serving_cases import (
 )
 from tests.serving.serving_fakes import FakeRows
 
-BIG = (1 << 63) + 5  # beyond the integers of a browser and of int64
+BIG = (1 << 63) + 5  # an id beyond int64 and beyond the exact integers of JavaScript
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[InProcessServing]:
-    made = build_serving(tmp_path, FakeRows(SCHEMA), join_window_ms=20_000)
-    made.service.on_scored = made.context.recent.add
-    yield made
-    made.close()
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), join_window_ms=20_000)
+    serving.service.on_scored = serving.context.recent.add
+    yield serving
+    serving.close()
 
 
-def shop(first: int, num_items: int, num_topics: int, user: int = 17) -> dict[str, Any]:
-    """A request of a user with `num_items` items in turn of `num_topics` kinds."""
+def make_request(first: int, num_items: int, num_topics: int, user: int = 17) -> dict[str, Any]:
+    """Return a request with `num_items` items whose kinds (topics) alternate among `num_topics`."""
     candidates = [
         {"item_id": first + i, "nro": {"topics": [100 + i % num_topics], "age_h": float(i)}}
         for i in range(num_items)
@@ -53,13 +54,13 @@ def shop(first: int, num_items: int, num_topics: int, user: int = 17) -> dict[st
 def test_without_traffic_there_are_no_items(serving: InProcessServing) -> None:
     http = make_http_client(serving)
     http.post("/v1/rank", json=BODY)
-    serving.context.recent.end_warm_up()  # requests from before the start were practice
+    serving.context.recent.end_warm_up()  # requests before the end of the warm-up are not shown
     assert http.get("/page/items.json").json()["items"] == []
-    http.post("/v1/rank", json=shop(40, 2, 1))
+    http.post("/v1/rank", json=make_request(40, 2, 1))
     assert {item["id"] for item in http.get("/page/items.json").json()["items"]} == {"40", "41"}
 
 
-def test_the_list_is_of_recent_items_as_clients_sent_them(serving: InProcessServing) -> None:
+def test_the_list_has_recent_items_with_the_features_that_clients_sent(serving: InProcessServing) -> None:
     http = make_http_client(serving)
     http.post(
         "/v1/rank",
@@ -69,7 +70,9 @@ def test_the_list_is_of_recent_items_as_clients_sent_them(serving: InProcessServ
     sent = {item["id"]: json.loads(item["candidate"]) for item in given["items"]}
     assert set(sent) == {str(BIG), "8", str(item_id("nine")), "10"}
     assert [int(topic) % (1 << 64) for topic in sent[str(BIG)]["nro"]["topics"]] == [BIG, 2]
-    assert sent["8"] == {"item_id": 8, "nro": {"topics": [1, 2], "age_h": 2.5}}, "without online features"
+    assert sent["8"] == {"item_id": 8, "nro": {"topics": [1, 2], "age_h": 2.5}}, (
+        "online features are left out"
+    )
     assert sent["10"] == {"item_id": 10, "nro": {}}
     body = '{"candidates":[' + ",".join(item["candidate"] for item in given["items"]) + "]}"
     assert (
@@ -88,7 +91,7 @@ def test_the_newest_request_decides_the_features_of_an_item(serving: InProcessSe
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_list_has_several_items_of_each_kind(serving: InProcessServing, seed: int) -> None:
-    make_http_client(serving).post("/v1/rank", json=shop(100, 20, 5))
+    make_http_client(serving).post("/v1/rank", json=make_request(100, 20, 5))
     given = LivePage(serving.context, random.Random(seed)).items()
     kinds = [item["kind"] for item in given["items"]]
     assert (
@@ -98,19 +101,21 @@ def test_a_list_has_several_items_of_each_kind(serving: InProcessServing, seed: 
     assert sorted(kinds.count(kind) for kind in set(kinds)) == [3, 3, 3, 3]
 
 
-def test_items_of_which_each_has_another_kind_have_none(serving: InProcessServing) -> None:
-    make_http_client(serving).post("/v1/rank", json=shop(100, 6, 6))
+def test_items_that_all_have_different_kinds_are_shown_without_kinds(serving: InProcessServing) -> None:
+    make_http_client(serving).post("/v1/rank", json=make_request(100, 6, 6))
     given = LivePage(serving.context).items()
     assert given["kind_feature"] == "" and {item["kind"] for item in given["items"]} == {""}
 
 
 def test_features_that_hold_the_users_id_are_recognized(serving: InProcessServing) -> None:
     http = make_http_client(serving)
-    http.post("/v1/rank", json=shop(40, 3, 1, user=17))
-    http.post("/v1/rank", json=shop(50, 3, 1, user=BIG))
+    http.post("/v1/rank", json=make_request(40, 3, 1, user=17))
+    http.post("/v1/rank", json=make_request(50, 3, 1, user=BIG))
     assert LivePage(serving.context).items()["user_features"] == ["user"]
-    http.post("/v1/rank", json={**shop(60, 3, 1), "user_id": 18})
-    assert LivePage(serving.context).items()["user_features"] == [], "once it was not the user's id"
+    http.post("/v1/rank", json={**make_request(60, 3, 1), "user_id": 18})
+    assert LivePage(serving.context).items()["user_features"] == [], (
+        "in one request, the feature was not the user's id"
+    )
 
 
 def test_the_page_knows_what_a_click_is_and_which_features_it_changes(serving: InProcessServing) -> None:
@@ -146,15 +151,17 @@ def test_the_features_of_a_click_are_scored_again_with_the_current_weights(servi
     http = make_http_client(serving)
     ranked = http.post("/v1/rank", json={**BODY, "request_id": "page-1"}).json()
     served = [scores["click"] for scores in ranked["scores"]]
-    told = rescored(http, request_id="page-1")
-    assert told["then"] == pytest.approx(served, abs=1e-6) and told["now"] == pytest.approx(served, abs=1e-6)
-    assert told["trained_up_to_ms"] is None and told["request_ms"] == told["now_ms"] == NOW_MS
+    result = rescored(http, request_id="page-1")
+    assert result["then"] == pytest.approx(served, abs=1e-6) and result["now"] == pytest.approx(
+        served, abs=1e-6
+    )
+    assert result["trained_up_to_ms"] is None and result["request_ms"] == result["now_ms"] == NOW_MS
     serve_random_weights(serving)
     serving.service.versions.install(serving.service.versions.newest, NOW_MS, NOW_MS + 30_000)
-    told = rescored(http, request_id="page-1", model_version="1-9")
+    result = rescored(http, request_id="page-1", model_version="1-9")
     now = [c["scores"]["click"] for c in http.post("/v1/explain", json=BODY).json()["candidates"]]
-    assert told["then"] == pytest.approx(served, abs=1e-6) and told["now"] == pytest.approx(now, abs=1e-6)
-    assert told["model_version"] == "1-9" and told["trained_up_to_ms"] == NOW_MS + 30_000
+    assert result["then"] == pytest.approx(served, abs=1e-6) and result["now"] == pytest.approx(now, abs=1e-6)
+    assert result["model_version"] == "1-9" and result["trained_up_to_ms"] == NOW_MS + 30_000
 
 
 def test_a_click_is_remembered_when_traffic_has_replaced_its_request(serving: InProcessServing) -> None:

@@ -1,4 +1,4 @@
-"""An item's vector depends on nothing but the item, its rows and the version."""
+"""The vector of an item depends only on the item, its embedding rows and the model version."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def towers() -> Retrieval:
 
 def test_an_item_vector_has_norm_one_and_does_not_depend_on_the_batch() -> None:
     model, rows, catalogue = towers(), FakeRows(SCHEMA), make_catalogue()
-    every_ID = encode_items(model, rows, catalogue.items)
-    assert every_ID.shape == (NUM_ITEMS, 4) and len(np.unique(every_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
-    np.testing.assert_allclose(np.linalg.norm(every_ID, axis=1), 1.0, atol=1e-3)
+    all_ID = encode_items(model, rows, catalogue.items)
+    assert all_ID.shape == (NUM_ITEMS, 4) and len(np.unique(all_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
+    np.testing.assert_allclose(np.linalg.norm(all_ID, axis=1), 1.0, atol=1e-3)
     for slot in (0, 17, 59):
         np.testing.assert_allclose(
-            encode_items(model, rows, catalogue.take(np.array([slot])))[0], every_ID[slot], atol=1e-6
+            encode_items(model, rows, catalogue.take(np.array([slot])))[0], all_ID[slot], atol=1e-6
         )
 
 

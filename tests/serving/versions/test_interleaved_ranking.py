@@ -1,4 +1,5 @@
-"""A list that two versions made: what is answered, logged and credited."""
+"""Lists that are interleaved from two model versions: the answer, the logged impression, and the version that
+is credited with an engagement."""
 
 from __future__ import annotations
 
@@ -45,36 +46,36 @@ def serving(tmp_path: Path) -> Iterator[InProcessServing]:
     serving.close()
 
 
-def ranked(serving: InProcessServing, **changes: Any) -> tuple[RankResult, pb.Impression]:
-    found = serving.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
-    _, message = wire.decode(found.record.value)
+def rank(serving: InProcessServing, **changes: Any) -> tuple[RankResult, pb.Impression]:
+    result = serving.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
+    _, message = wire.decode(result.record.value)
     assert isinstance(message, pb.Impression)
-    return found, message
+    return result, message
 
 
-def best(serving: InProcessServing, version: str) -> list[int]:
+def best_order(serving: InProcessServing, version: str) -> list[int]:
     serving.service.versions.put(interleave=TrafficSplit())
-    scores = ranked(serving, model_version=version)[0].answer.scores.values_nT[:, 0]
+    scores = rank(serving, model_version=version)[0].answer.scores.values_nT[:, 0]
     return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
 def test_an_interleaved_list_is_a_team_draft_with_propensities(serving: InProcessServing) -> None:
-    ours, rival = best(serving, "1-2"), best(serving, "1-1")
+    ours, rival = best_order(serving, "1-2"), best_order(serving, "1-1")
     assert ours != rival
     serving.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     orders = set()
     for number in range(12):
-        found, impression = ranked(serving, request_id=f"r-{number}")
+        result, impression = rank(serving, request_id=f"r-{number}")
         draft = team_draft(ours, rival, request_rng(0, key_bytes(17, 4, ""), f"r-{number}", 0))
-        assert found.answer.order == draft.order and list(impression.propensities) == draft.propensities
+        assert result.answer.order == draft.order and list(impression.propensities) == draft.propensities
         assert impression.header.model_version == "1-2"
-        orders.add(tuple(found.answer.order))
+        orders.add(tuple(result.answer.order))
     assert len(orders) > 1
 
 
 def test_a_click_is_credited_to_the_version_of_the_item(serving: InProcessServing) -> None:
     serving.service.versions.put(interleave=TrafficSplit("previous", 1.0))
-    ranked(serving)
+    rank(serving)
     click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
     serving.service.interleaving_stats.record_engagements(
         EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records
@@ -89,22 +90,22 @@ def test_a_failing_rival_leaves_the_order_unchanged(serving: InProcessServing) -
     serving.service.versions.install(build_version("1-3", SCHEMA, MODEL, 0, weights(0, float("inf"))))
     serving.service.versions.activate("1-2")
     serving.service.versions.put(interleave=TrafficSplit("newest", 1.0))
-    found, _ = ranked(serving)
-    assert found.answer.model_version == "1-2" and serving.service.interleaving_stats.num_failed == 1
+    result, _ = rank(serving)
+    assert result.answer.model_version == "1-2" and serving.service.interleaving_stats.num_failed == 1
     assert serving.service.interleaving_stats.num_lists == 0
 
 
 def test_a_scored_request_contains_all_inputs_of_a_rescore(serving: InProcessServing) -> None:
-    told: list[ScoredRequest] = []
-    serving.service.on_scored = told.append
-    found, impression = ranked(serving)
-    (scored,) = told
+    scored_requests: list[ScoredRequest] = []
+    serving.service.on_scored = scored_requests.append
+    result, impression = rank(serving)
+    (scored,) = scored_requests
     assert (scored.request_id, scored.model_version, scored.ro, scored.nro) == (
         "r-1",
         "1-2",
         impression.ro,
         impression.nro,
     )
-    again = scored.score_with(serving.service.versions.served.version, serving.service.rows)
-    np.testing.assert_array_equal(probabilities(again), found.answer.scores.values_nT)
+    rescored = scored.score_with(serving.service.versions.served.version, serving.service.rows)
+    np.testing.assert_array_equal(probabilities(rescored), result.answer.scores.values_nT)
     assert scored.took_s > 0
