@@ -57,7 +57,7 @@ def test_test_results_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "result", "code"),
+    ("test_result", "result", "code"),
     [
         (PytestResult(3, [], []), {"rows": []}, 0),
         (PytestResult(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
@@ -65,7 +65,7 @@ def test_test_results_are_counted() -> None:
     ],
 )
 def test_the_report_is_always_written(
-    tmp_path: Path, ran: PytestResult, result: dict[str, object], code: int
+    tmp_path: Path, test_result: PytestResult, result: dict[str, object], code: int
 ) -> None:
     calls: list[tuple[str, int]] = []
 
@@ -75,7 +75,8 @@ def test_the_report_is_always_written(
 
     target = tmp_path / "new" / "gpu.md"
     assert (
-        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, benchmark)) == code
+        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: test_result, benchmark))
+        == code
     )
     assert calls == [(name, 5) for name in BENCHMARKS]
     assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()

@@ -219,19 +219,19 @@ def make_result(
 
 def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
     """In µs: a = 90 a request, b = 10 an impression, c = 1000 a batch; for 64 requests of 10 candidates."""
-    whole, first, one = (
+    whole, first, single = (
         make_result((1000 + 64 * 90 + 640 * 10) / 640, 640, 10),
         make_result((1000 + 160 * 100) / 160, 160),
         make_result(1100, 1),
     )
-    costs = bound.costs(whole, first, one)
+    costs = bound.costs(whole, first, single)
     assert costs == pytest.approx((90, 10, 1000))
     assert costs.bound(10) == pytest.approx(10 * 100 / 190) and costs.bound(1) == 1.0
     assert costs.forecast(640, 10) == pytest.approx((1000 + 640 * 100) / (1000 + 64 * 90 + 640 * 10))
     row = {
         "requests": whole,
         "first of each": first,
-        "one impression": one,
+        "one impression": single,
         "adapter": make_result(101, 640),
         "impressions": make_result(99, 640),
     }

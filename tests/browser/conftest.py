@@ -34,6 +34,6 @@ def browser() -> Iterator[Any]:
                 timeout=60_000,
             )
         except playwright.Error as error:
-            pytest.skip(f"the browser can't be started here: {str(error)[:200]}")
+            pytest.skip(f"the browser cannot be started here: {str(error)[:200]}")
         yield browser
         browser.close()

@@ -107,7 +107,7 @@ def test_the_summary_waits_a_moment_for_a_reading_that_could_not_be_taken(
     assert clock.monotonic_s() == min(unknown_s, 10)
 
 
-def test_log_lines_are_no_markup_and_move_no_cursor() -> None:
+def test_markup_and_control_characters_of_log_lines_are_printed_as_text() -> None:
     out = io.StringIO()
     record = logging.LogRecord("x", logging.ERROR, "", 0, "joiner died: [/b] \x1b[31m", None, None)
     ConsoleHandler(Console(file=out, width=200)).emit(record)

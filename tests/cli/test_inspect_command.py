@@ -129,6 +129,6 @@ def test_another_file_is_refused_in_one_sentence(tmp_path: Path, content: bytes 
     assert isinstance(error, ConfigError) and message in str(error) and str(error).startswith(str(path))
 
 
-def test_a_schema_that_can_t_be_read_is_reported() -> None:
+def test_an_unreadable_schema_is_reported() -> None:
     with pytest.raises(ConfigError, match="expected the"):
         describe_batch(make_saved_batch(schema="[["))

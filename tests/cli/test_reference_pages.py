@@ -79,7 +79,7 @@ def test_metrics_are_listed_with_labels_and_meaning() -> None:
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
-def test_messages_are_the_protobuf_file() -> None:
+def test_the_messages_page_contains_the_protobuf_file() -> None:
     assert "message Impression {" in messages_page()
 
 

@@ -33,7 +33,7 @@ def run_command(*arguments: str) -> str:
     return result.output
 
 
-def test_a_table_s_days_are_reported(warehouse: str) -> None:
+def test_the_days_of_a_table_are_reported(warehouse: str) -> None:
     report = json.loads(run_command("table", warehouse, "--json", "--files"))
     assert (report["requests"], report["files"], report["sealed_files"], report["schemas"]) == (40, 2, 0, 1)
     assert report["last_offsets"] == {"0": 19, "1": 19} and [day["day"] for day in report["days"]] == [

@@ -55,7 +55,7 @@ def run(folder: Path, *arguments: str) -> Result:
     )
 
 
-def test_factors_as_logged_and_clustered_are_reported_for_machines(log: Path) -> None:
+def test_factors_as_logged_and_clustered_are_reported_as_json(log: Path) -> None:
     report = json.loads(run(log, "--batch", "4", "--json").stdout)
     assert (report["requests"], report["candidates"], report["by"]) == (16, 32, "user")
     logged, clustered = (
@@ -77,7 +77,7 @@ def test_the_command_prints_tables_and_advice(log: Path) -> None:
     )
 
 
-def test_a_part_of_the_log_is_enough(log: Path) -> None:
+def test_the_number_of_requests_read_can_be_limited(log: Path) -> None:
     assert json.loads(run(log, "--requests", "5", "--json").stdout)["requests"] == 5
 
 
@@ -87,7 +87,7 @@ def test_a_schema_without_request_only_features_has_nothing_to_share(log: Path) 
     assert failed.exit_code != 0 and "expected at least one [[ro]] feature" in str(failed.exception)
 
 
-def test_a_bad_line_ends_it_unless_bad_lines_are_skipped(log: Path) -> None:
+def test_a_bad_line_ends_the_command_unless_bad_lines_are_skipped(log: Path) -> None:
     with (log / "log.jsonl").open("a") as file:
         file.write("no JSON\n")
     failed = run(log)

@@ -342,10 +342,10 @@ def test_lists_beyond_the_default_limits_raise_the_limits(form: str) -> None:
 
 def test_ids_that_never_occur_again_are_no_features() -> None:
     rows = [
-        {"visitor": f"v{n % 7}", "shownAt": T0 + n, "article": f"a{place}", "clicked": place,
-         "call": f"c{n}", "row_id": 2 * n + place, "phrase": f"p{n % 99}"}
+        {"visitor": f"v{n % 7}", "shownAt": T0 + n, "article": f"a{slot}", "clicked": slot,
+         "call": f"c{n}", "row_id": 2 * n + slot, "phrase": f"p{n % 99}"}
         for n in range(100)
-        for place in range(2)
+        for slot in range(2)
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
     output = " ".join(run("shop", "--from", "rows.parquet").output.split())

@@ -153,7 +153,7 @@ def test_an_impossible_plan_is_reported_in_one_sentence(
         )
 
 
-def test_constants_that_are_no_text_are_rejected(store_arguments: list[str], tmp_path: Path) -> None:
+def test_a_binary_file_of_constants_is_rejected(store_arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="measured constants, got bytes"):
         arguments = ["plan", *store_arguments, "--owners", "4", "--costs", str(tmp_path / "costs.json")]

@@ -191,7 +191,7 @@ def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
     assert (found["controller"].amount > MAX_CONNECTIONS) <= (found["controller"].ends_at < rate)
 
 
-def test_limits_do_not_depend_on_the_load_at_which_they_are_asked() -> None:
+def test_limits_do_not_depend_on_the_planned_load() -> None:
     """The rate at which a part reaches its limit is the same in a plan for a tenth of that rate and for ten
     times it. The limits of workers and shards are exceptions: a worker calls as many shards as the load
     needs.

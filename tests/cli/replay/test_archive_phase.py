@@ -101,16 +101,16 @@ def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    chosen = config(tmp_path, archived_until="2024-05-01", set=("controller.unit_records=100",))
-    options = stack_options(chosen, home)
+    replay_config = config(tmp_path, archived_until="2024-05-01", set=("controller.unit_records=100",))
+    options = stack_options(replay_config, home)
     assert options.num_archivers == 1
     assert options.overrides["controller"] == {
         "commit_interval_ms": 5000,
         "warehouse": str(home / "warehouse"),
         "unit_records": 100,
     }
-    kept = options_for_up(chosen, options, home).overrides
-    assert kept["controller"] == {"unit_records": 100}, (
+    saved_overrides = options_for_up(replay_config, options, home).overrides
+    assert saved_overrides["controller"] == {"unit_records": 100}, (
         "a model that is already trained does not start in the warehouse"
     )
     assert stack_options(config(tmp_path), home).num_archivers == 0

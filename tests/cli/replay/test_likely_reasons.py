@@ -235,7 +235,7 @@ def test_late_clicks_are_a_reason_for_a_longer_window(tmp_path: Path) -> None:
     assert reason.name == "labels_lost" and "100%" in reason.fact and "--window" in reason.change
 
 
-def test_requests_with_broken_numbers_are_a_reason(good_replay: Replayed) -> None:
+def test_requests_with_non_finite_results_are_a_reason(good_replay: Replayed) -> None:
     training = {**good_replay.report["training"], "non_finite": 3}
     assert "non_finite" in good_replay._replace(report={**good_replay.report, "training": training}).reasons()
 

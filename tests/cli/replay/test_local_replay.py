@@ -297,7 +297,7 @@ def test_as_served_scores_are_worse_and_cover_the_same_requests(
 
 def test_corrections_complete_requests_that_close_early_and_no_event_is_lost(tmp_path: Path) -> None:
     expected = write_week_log(tmp_path)
-    whole = replay(tmp_path, as_served=True, engagement_delay_ms=300_000)
+    on_time = replay(tmp_path, as_served=True, engagement_delay_ms=300_000)
     early = replay(tmp_path, as_served=True, engagement_delay_ms=300_000, early_close_ms=60_000)
     counts = early["counts"]
     assert counts["closed_by"] == {"early": 120} and counts["samples"] == counts["predicted"] == 120
@@ -305,9 +305,11 @@ def test_corrections_complete_requests_that_close_early_and_no_event_is_lost(tmp
         counts["folded"] + counts["corrected"] == counts["engagements"] == 2 * expected["clicks"]
         and counts["folded"] > 0
     )
-    assert early["training"]["corrections"] > 0 == whole["training"]["corrections"]
-    assert early["positives"] == whole["positives"] and early["features_digest"] == whole["features_digest"]
-    labels = [r["metrics_as_served"]["overall"]["tasks"]["click"]["base_rate"] for r in (early, whole)]
+    assert early["training"]["corrections"] > 0 == on_time["training"]["corrections"]
+    assert (
+        early["positives"] == on_time["positives"] and early["features_digest"] == on_time["features_digest"]
+    )
+    labels = [r["metrics_as_served"]["overall"]["tasks"]["click"]["base_rate"] for r in (early, on_time)]
     assert labels[0] == labels[1] > early["metrics"]["overall"]["base_rate"], (
         "after all corrections, the labels are the same"
     )

@@ -1,3 +1,5 @@
+"""Metrics of a replay through a stack, computed from the `predictions` topic."""
+
 from __future__ import annotations
 
 import pytest

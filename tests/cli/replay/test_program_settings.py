@@ -1,3 +1,5 @@
+"""How flags and `--set` assignments of a replay become settings of the programs."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -114,12 +116,12 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
         ("worker.exact=true", "--engine local has no such"),
     ],
 )
-def test_an_assignment_that_cannot_be_is_reported(text: str, message: str) -> None:
+def test_an_invalid_assignment_is_reported(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         program_settings(config(text))
 
 
-def test_a_stack_has_more_parts() -> None:
+def test_a_stack_takes_settings_of_more_programs() -> None:
     found = program_settings(config("controller.commit_interval=1s", "worker.exact=true", engine="stack"))
     assert found.others == {"controller": {"commit_interval_ms": 1000}} and found.worker["exact"] is True
 

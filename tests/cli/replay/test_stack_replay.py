@@ -49,7 +49,7 @@ def test_changed_model_settings_are_written_to_the_home(tmp_path: Path) -> None:
     }
 
 
-def test_a_kept_home_continues_with_the_same_but_live_bounds(tmp_path: Path) -> None:
+def test_a_kept_home_continues_with_the_settings_of_the_replay_but_default_limits(tmp_path: Path) -> None:
     replay_config = config(
         tmp_path,
         window_ms=60_000,

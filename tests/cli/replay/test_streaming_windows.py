@@ -122,7 +122,7 @@ def test_each_of_several_models_is_evaluated(news_folder: Path, tmp_path: Path) 
         ({"early_close_ms": 1}, "expected --streaming-window or --early-close, got both"),
     ],
 )
-def test_settings_that_change_what_is_scored_when_are_rejected(
+def test_settings_that_change_when_requests_are_scored_are_rejected(
     news_folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

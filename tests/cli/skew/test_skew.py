@@ -113,7 +113,7 @@ def test_a_difference_of_several_features_is_left_unexplained(home: ScoringHome)
     assert one.verdict == "skew" and one.why.startswith("no single float")
 
 
-def test_rows_that_moved_between_the_commits_are_reported_and_are_no_skew(home: ScoringHome) -> None:
+def test_rows_that_changed_between_the_commits_are_reported_and_are_no_skew(home: ScoringHome) -> None:
     home.push(2, by=-0.5)
     home.rank("between", T0 + SECOND)  # scored with a row that is in no commit
     home.push(2, by=-0.5)

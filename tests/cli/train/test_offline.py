@@ -251,8 +251,8 @@ def rows_at(folder: Path, home: str, schema: Schema) -> Rows:
             shards = CommittedShards(manifest, schema, {owner: blobs})
             for part in shards.segments(owner, manifest.owners.buckets_of(owner)).read(shards.state(owner)):
                 block = newest_of(part.blocks, manifest.num_buckets)
-                kept = zip(block.rows_LD, block.state_LA, block.stamp_ms_L.tolist(), strict=True)
-                for table, id_, values in zip(block.keys.table_U, block.keys.id_U, kept, strict=True):
+                entries = zip(block.rows_LD, block.state_LA, block.stamp_ms_L.tolist(), strict=True)
+                for table, id_, values in zip(block.keys.table_U, block.keys.id_U, entries, strict=True):
                     found[int(table), int(id_)] = values
     return found
 

@@ -111,12 +111,12 @@ def test_top_returns_the_first_slots_and_all_candidates_are_logged(live: LiveSer
 
     for schema in (None, SCHEMA):
         with Client(live.url, policy=PATIENT, schema=schema) as client:
-            whole = client.rank(FIELDS)
+            full_ranking = client.rank(FIELDS)
             for top in (client.top(FIELDS, 2), asyncio.run(call_async(schema)), client.top(COLUMNS, 2)):
-                assert [slot.item_id for slot in top.top] == whole.items[:2] and not top.degraded
+                assert [slot.item_id for slot in top.top] == full_ranking.items[:2] and not top.degraded
                 assert (top.request_id, top.model_version) == ("r-1", "0-0")
                 assert [s.scores for s in top.top] == [
-                    pytest.approx(whole.scores[i], rel=1e-6) for i in whole.order[:2]
+                    pytest.approx(full_ranking.scores[i], rel=1e-6) for i in full_ranking.order[:2]
                 ]
     assert len(set(logged_impressions(live))) == 1
 

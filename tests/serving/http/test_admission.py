@@ -96,7 +96,7 @@ def test_a_failed_request_does_not_change_the_time_estimate() -> None:
 
 
 @pytest.mark.parametrize("stall_s", [0.05, 0.1, 0.2])
-def test_an_idle_moment_refuses_no_request(stall_s: float) -> None:
+def test_a_stall_causes_no_refusals(stall_s: float) -> None:
     """At 880 requests a second (half the capacity), all requests that arrived during a stall are read at
     once."""
     now_s = [0.0]

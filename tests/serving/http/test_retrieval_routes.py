@@ -203,7 +203,7 @@ def test_a_recommendation_shows_the_best_retrieved_items_by_rank_score(retrieval
     assert {item["item_id"] for item in answer["items"]} == best, "the order within the shown list may differ"
 
 
-def test_a_retrieval_past_its_deadline_keeps_its_place_until_it_ends(retrieval: RetrievalServing) -> None:
+def test_a_retrieval_past_its_deadline_keeps_its_slot_until_it_ends(retrieval: RetrievalServing) -> None:
     may_end, app, retriever = threading.Event(), retrieval.app, retrieval.updater.retriever
     retrieve, gate = retriever.retrieve, app.ranking.retrieval_lane.gate
     retriever.retrieve = lambda *given: (may_end.wait(30), retrieve(*given))[1]  # type: ignore[method-assign]
@@ -272,7 +272,7 @@ def test_a_wrong_filter_before_other_mistakes_is_refused(retrieval: RetrievalSer
     assert (status, answer["error"]["path"]) == (400, "$.filter[...]")
 
 
-def test_a_feature_of_candidates_has_no_place_in_a_retrieval(retrieval: RetrievalServing) -> None:
+def test_a_candidate_feature_is_refused_in_a_retrieval(retrieval: RetrievalServing) -> None:
     status, answer = post(retrieval, "/v1/retrieve", {**REQUEST, "ro": {"age_h": 1}})
     assert (status, answer["error"]["path"]) == (400, "$.ro.age_h")
     assert "candidate" not in answer["error"]["message"]

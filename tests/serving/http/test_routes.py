@@ -39,10 +39,10 @@ class WaitingRankService(RankService):
         super().__init__(*args)
         self.go, self.begun = threading.Event(), threading.Semaphore(0)
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
+    def rank_all(self, requests: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.begun.release()
         assert self.go.wait(30)
-        return super().rank_all(asked)
+        return super().rank_all(requests)
 
 
 def error_of(answer: Any) -> dict[str, str]:

@@ -69,9 +69,9 @@ def shared_http(shared_serving: InProcessServing) -> TestClient:
 def replace_input(**changes: Any) -> dict[str, Any]:
     """Return INFERENCE with one input changed, added, or (`gone`) removed."""
     name = changes["name"]
-    kept = [i for i in INFERENCE["inputs"] if i["name"] != name]
+    others = [i for i in INFERENCE["inputs"] if i["name"] != name]
     old = next((i for i in INFERENCE["inputs"] if i["name"] == name), {})
-    return {**INFERENCE, "inputs": kept if changes.get("gone") else [*kept, {**old, **changes}]}
+    return {**INFERENCE, "inputs": others if changes.get("gone") else [*others, {**old, **changes}]}
 
 
 def test_an_inference_equals_the_rank_of_the_same_request(
@@ -376,7 +376,7 @@ def test_every_input_of_a_schema_has_a_unique_name() -> None:
 
 def test_a_client_of_the_protocol_gets_the_scores_of_rank(tmp_path: Path) -> None:
     """NVIDIA's Triton client, over a socket, with JSON and with binary tensors."""
-    client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] isn't installed")
+    client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
     np_to_triton = importlib.import_module("tritonclient.utils").np_to_triton_dtype
     with run_live_serving(build_serving(tmp_path, FakeRows(SCHEMA))) as live:
         rank = TestClient(live.app).post("/v1/rank", json=RANK_BODY).json()

@@ -127,7 +127,7 @@ def test_contradicting_row_settings_are_refused(settings: dict[str, Any], expect
         config_of(**settings)
 
 
-def test_a_cache_and_some_buckets_are_settings() -> None:
+def test_a_cache_and_a_part_of_the_buckets_can_be_configured() -> None:
     shards = ("127.0.0.1:9", "127.0.0.1:10")
     cached = open_rows(config_of(rows="cache", shards=shards), SCHEMA, 0, SystemClock())
     assert (
