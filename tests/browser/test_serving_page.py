@@ -440,5 +440,5 @@ def test_the_documentation_pages_work_offline_and_send_an_example(
         assert [text for text in console_messages if "redoc/logo" not in text] == [], (
             "Redoc's logo is blocked"
         )
-        loaded = [one for one in requested_urls if "redoc/logo" not in one]
-        assert all(one.startswith((f"{url}/", "data:", "blob:")) for one in loaded), loaded
+        loaded = [url_ for url_ in requested_urls if "redoc/logo" not in url_]
+        assert all(url_.startswith((f"{url}/", "data:", "blob:")) for url_ in loaded), loaded

@@ -38,14 +38,13 @@ def test_scores_are_counted_in_histogram_buckets() -> None:
         histogram.add(scores_nT)
         bucket_counts(histogram, "click")
     all_NT = np.concatenate(given)
-    for bucket_value, task in enumerate(("click", "dwell")):
+    for index, task in enumerate(("click", "dwell")):
         counts, total = bucket_counts(histogram, task)
         edges = np.array([-1, *SCORES, 2]).astype(np.float32)
         assert counts == [
-            ((all_NT[:, bucket_value] > a) & (all_NT[:, bucket_value] <= b)).sum()
-            for a, b in itertools.pairwise(edges)
+            ((all_NT[:, index] > a) & (all_NT[:, index] <= b)).sum() for a, b in itertools.pairwise(edges)
         ]
-        assert total == pytest.approx(all_NT[:, bucket_value].sum(), rel=1e-5)
+        assert total == pytest.approx(all_NT[:, index].sum(), rel=1e-5)
 
 
 def test_scores_beyond_all_buckets_and_models_without_tasks_are_counted() -> None:

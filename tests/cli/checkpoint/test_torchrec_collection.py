@@ -154,9 +154,9 @@ def pull_rows(folder: Path, table: str, *ids: int, num_shards: int = 2) -> np.nd
 def lookup_of(schema: Schema, table: str, ids: tuple[int, ...]) -> Lookup:
     stacks = {}
     for stack, tables in schema.stacks.items():
-        owned_ids = [i for i in ids if table in {t.name for t in tables}]
-        number = np.full(len(owned_ids), schema.table_by_name[table].id, np.uint32)
-        stacks[stack] = StackLookup(number, np.array(owned_ids, np.int64), {})
+        stack_ids = [i for i in ids if table in {t.name for t in tables}]
+        number = np.full(len(stack_ids), schema.table_by_name[table].id, np.uint32)
+        stacks[stack] = StackLookup(number, np.array(stack_ids, np.int64), {})
     return Lookup(stacks)
 
 

@@ -64,22 +64,22 @@ def run(
     """Return the outcomes of `requests`. The others arrive while the first is being scored, and `cancelled`
     requests are cancelled before that ends.
     """
-    passes, gate = RecordingRankService(), AdmissionGate(100)
+    recorder, gate = RecordingRankService(), AdmissionGate(100)
 
     async def main() -> list[Any]:
-        queue = ScoringQueue(executor, passes, gate, *limits, row_reads_wait=True)
+        queue = ScoringQueue(executor, recorder, gate, *limits, row_reads_wait=True)
         first = asyncio.create_task(queue.score(requests[0], 0))
-        await asyncio.to_thread(passes.begun.wait)
+        await asyncio.to_thread(recorder.begun.wait)
         tasks = [first, *(asyncio.create_task(queue.score(r, 0)) for r in requests[1:])]
         await asyncio.sleep(0)
         for task, r in zip(tasks, requests, strict=True):
             if r.request_id in cancelled:
                 task.cancel()
-        passes.go.set()
+        recorder.go.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     with ThreadPoolExecutor(1) as executor:
-        return asyncio.run(main()), passes, gate
+        return asyncio.run(main()), recorder, gate
 
 
 def names(outcomes: list[Any]) -> list[str]:
@@ -87,8 +87,8 @@ def names(outcomes: list[Any]) -> list[str]:
 
 
 def test_waiting_requests_are_scored_together_in_order_of_arrival() -> None:
-    outcomes, passes, gate = run([request(n) for n in "abcdef"])
-    assert passes.seen == [["a"], ["b", "c", "d"], ["e", "f"]], (
+    outcomes, recorder, gate = run([request(n) for n in "abcdef"])
+    assert recorder.seen == [["a"], ["b", "c", "d"], ["e", "f"]], (
         "the first request does not wait for others, and a pass has at most three"
     )
     assert names(outcomes) == list("abcdef") and gate.service_s > 0
@@ -96,18 +96,18 @@ def test_waiting_requests_are_scored_together_in_order_of_arrival() -> None:
 
 def test_a_pass_has_a_bounded_number_of_candidates() -> None:
     requests = [request("a"), request("b", 6), request("c", 5), request("d", 20), request("e")]
-    outcomes, passes, _ = run(requests, limits=(16, 10))
-    assert passes.seen == [["a"], ["b"], ["c"], ["d"], ["e"]] and names(outcomes) == list("abcde")
+    outcomes, recorder, _ = run(requests, limits=(16, 10))
+    assert recorder.seen == [["a"], ["b"], ["c"], ["d"], ["e"]] and names(outcomes) == list("abcde")
 
 
 def test_a_failing_request_fails_alone() -> None:
-    outcomes, passes, _ = run([request(n) for n in ("a", "b", "bad", "c")])
-    assert passes.seen[1] == ["b", "bad", "c"] and names(outcomes) == ["a", "b", "ZeroDivisionError", "c"]
+    outcomes, recorder, _ = run([request(n) for n in ("a", "b", "bad", "c")])
+    assert recorder.seen[1] == ["b", "bad", "c"] and names(outcomes) == ["a", "b", "ZeroDivisionError", "c"]
 
 
 def test_an_expired_request_is_not_scored_or_not_answered() -> None:
-    outcomes, passes, _ = run([request(n) for n in "abcd"], cancelled="ac")
-    assert passes.seen == [["a"], ["b", "d"]]
+    outcomes, recorder, _ = run([request(n) for n in "abcd"], cancelled="ac")
+    assert recorder.seen == [["a"], ["b", "d"]]
     assert names(outcomes) == ["CancelledError", "b", "CancelledError", "d"]
 
 

@@ -186,8 +186,8 @@ def test_a_crossed_counter_is_read_in_the_same_round_trip(
 def command_counts(redis: RedisServer) -> dict[str, int]:
     stats = redis_client.client(redis.url, timeout_s=2.0).info("commandstats")
     return {
-        name: request["calls"]
-        for name, request in stats.items()
+        name: command["calls"]
+        for name, command in stats.items()
         if name in ("cmdstat_mget", "cmdstat_get", "cmdstat_info")
     }
 
