@@ -68,7 +68,7 @@ def benchmark(*subjects: Subject, rounds: int = 4) -> Benchmark:
     return Benchmark(name="q", summary="?", rows=(row,), interpretation="", rounds=rounds)
 
 
-def measure_fake(config: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
+def run_benchmark(config: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
     started: list[FakeRunner] = []
 
     def start(environment: str) -> FakeRunner:
@@ -83,7 +83,7 @@ def measure_fake(config: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list
 
 
 def test_a_subject_may_report_units_and_figures_per_turn() -> None:
-    result, _ = measure_fake(
+    result, _ = run_benchmark(
         benchmark(Subject("a", "tests.benchmarks.trivial:varying_units", (0.5, 1, 2, 3)), rounds=3)
     )
     (subject,) = result["rows"][0]["subjects"]
@@ -92,7 +92,7 @@ def test_a_subject_may_report_units_and_figures_per_turn() -> None:
 
 
 def test_a_subject_may_time_a_part_of_its_step() -> None:
-    result, _ = measure_fake(benchmark(Subject("a", "tests.benchmarks.trivial:partly_timed"), rounds=1))
+    result, _ = run_benchmark(benchmark(Subject("a", "tests.benchmarks.trivial:partly_timed"), rounds=1))
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 500_000, "only two of the seven seconds count, for four units"
     assert subject["cpu_us"]["median"] == 875_000, "CPU time is that of the whole step"
@@ -104,19 +104,19 @@ def test_run_setup_is_open_during_each_run() -> None:
         benchmark(Subject("a", "tests.benchmarks.trivial:partly_timed"), rounds=1),
         run_setup="tests.benchmarks.trivial:run_setup",
     )
-    measure_fake(config)
+    run_benchmark(config)
     assert Clock.events == ["open", "warm-up", "turn", "closed"] * 3
 
 
 def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:
-    result, _ = measure_fake(benchmark(Subject("a", CONSTANT, (0.002, 4))))
+    result, _ = run_benchmark(benchmark(Subject("a", CONSTANT, (0.002, 4))))
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 500 and subject["cpu_us"]["median"] == 250
     assert subject["wall_us"]["runs"] == [500, 500, 500]
 
 
 def test_ratios_divide_speeds_by_the_first_subject() -> None:
-    result, _ = measure_fake(
+    result, _ = run_benchmark(
         benchmark(Subject("a", CONSTANT, (0.001,)), Subject("b", CONSTANT, (0.003,), "peer"))
     )
     (ratio,) = result["rows"][0]["ratios"]
@@ -129,7 +129,7 @@ def test_an_older_commit_runs_its_own_version_of_the_subject() -> None:
         Subject("b", CONSTANT, (0.002,), "stage"),
         Subject("b before", CONSTANT, (0.008,), "before"),
     )
-    ratios = measure_fake(benchmark(*subjects))[0]["rows"][0]["ratios"]
+    ratios = run_benchmark(benchmark(*subjects))[0]["rows"][0]["ratios"]
     assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [
         ("a", "b", 2.0),
         ("b", "b before", 4.0),
@@ -145,7 +145,7 @@ def test_rows_derive_figures_from_subjects() -> None:
         Subject("b", "tests.benchmarks.trivial:varying_units", (0.5, *[3.0] * 4), "peer"),
     )
     row = dataclasses.replace(benchmark(*subjects).rows[0], derives=derived)
-    result, _ = measure_fake(dataclasses.replace(benchmark(), rows=(row,)))
+    result, _ = run_benchmark(dataclasses.replace(benchmark(), rows=(row,)))
     assert result["rows"][0]["figures"] == {
         "both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}
     }
@@ -153,13 +153,13 @@ def test_rows_derive_figures_from_subjects() -> None:
 
 def test_a_subject_may_have_another_seed_in_each_run() -> None:
     row = benchmark(Subject("a", "tests.benchmarks.trivial:varying_units", (0.5, RUN)), rounds=1).rows[0]
-    result, _ = measure_fake(dataclasses.replace(benchmark(), rows=(row,), rounds=1), runs=3)
+    result, _ = run_benchmark(dataclasses.replace(benchmark(), rows=(row,), rounds=1), runs=3)
     assert result["rows"][0]["subjects"][0]["figures"]["twice"]["runs"] == [0, 2, 4]
 
 
 def test_a_skipped_row_gives_its_reason() -> None:
     config = benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
-    result, turns = measure_fake(
+    result, turns = run_benchmark(
         dataclasses.replace(config, rows=(dataclasses.replace(config.rows[0], skipped="no data"),))
     )
     assert (
@@ -168,7 +168,7 @@ def test_a_skipped_row_gives_its_reason() -> None:
 
 
 def test_each_subject_is_first_equally_often() -> None:
-    _, turns = measure_fake(
+    _, turns = run_benchmark(
         benchmark(Subject("a", CONSTANT, (0.1,)), Subject("b", CONSTANT, (0.1,)), rounds=4), runs=3
     )
     assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3, "each run has new processes"
@@ -179,14 +179,14 @@ def test_an_unavailable_peer_does_not_stop_the_row() -> None:
         Subject("b", CONSTANT, (0.1,), "peer", environment="rare"),
         Subject("c", CONSTANT, (0.05,), "limit"),
     )
-    row = measure_fake(benchmark(Subject("a", CONSTANT, (0.1,)), peer, limit))[0]["rows"][0]
+    row = run_benchmark(benchmark(Subject("a", CONSTANT, (0.1,)), peer, limit))[0]["rows"][0]
     assert row["subjects"][1]["unavailable"] == "no rare here"
     assert [(r["to"], r["times_as_fast"]["median"]) for r in row["ratios"]] == [("c", 0.5)]
 
 
 def test_a_subject_of_ours_that_fails_fails_the_benchmark() -> None:
     with pytest.raises(ValueError, match="broken"):
-        measure_fake(benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
+        run_benchmark(benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
 
 
 def test_subject_processes_report_errors(capfd: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_incomplete_blocks_are_completed(ro: dict[str, Any] | None, nro: dict[st
     assert got_nro["item"] == [[0], [1]]
 
 
-BAD = [
+BAD_IMPRESSIONS = [
     (b"\xff\xff", "$", "expected a roo.Impression", 400),
     (b"", "$.item_ids", "at least one candidate", 400),
     (pb.Impression(item_ids=[4, 5, 4]), "$.item_ids[2]", r"again", 400),
@@ -162,7 +162,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("message", "path", "text", "status"), BAD, ids=[c[1] + " " + c[2] for c in BAD])
+@pytest.mark.parametrize(
+    ("message", "path", "text", "status"), BAD_IMPRESSIONS, ids=[c[1] + " " + c[2] for c in BAD_IMPRESSIONS]
+)
 def test_a_bad_impression_is_refused_with_its_path(message: Any, path: str, text: str, status: int) -> None:
     body = message if isinstance(message, bytes) else message.SerializeToString()
     with pytest.raises(RequestError, match=text) as caught:

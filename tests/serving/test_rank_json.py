@@ -137,7 +137,7 @@ def test_the_documented_example_is_valid() -> None:
     assert len(parse(rank_example(SCHEMA)).item_ids) == 2
 
 
-BAD = [
+BAD_BODIES = [
     (b"", "$", "got an empty body", "no body"),
     (b" \n", "$", "got an empty body", "white space"),
     (b"\xef\xbb\xbf{}", "$", "byte order mark", "a byte order mark"),
@@ -321,7 +321,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "path", "text"), [c[:3] for c in BAD], ids=[c[3] for c in BAD])
+@pytest.mark.parametrize(
+    ("body", "path", "text"), [c[:3] for c in BAD_BODIES], ids=[c[3] for c in BAD_BODIES]
+)
 def test_a_bad_field_is_400_with_its_path(body: Any, path: str, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(body)

@@ -14,7 +14,7 @@ from serving.config import ServingConfig
 from serving.online_features.config import FeaturesConfig
 from tests.serving.serving_cases import config_of
 
-BAD = [
+BAD_SETTINGS = [
     ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address"),
     ({"listen": "example.org:80"}, "key 'listen': expected a loopback address"),
     ({"listen": "8080"}, "'8080'"),
@@ -35,7 +35,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), BAD, ids=[c[1] for c in BAD])
+@pytest.mark.parametrize(("changes", "text"), BAD_SETTINGS, ids=[c[1] for c in BAD_SETTINGS])
 def test_a_wrong_setting_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         config_of(tmp_path, **changes)

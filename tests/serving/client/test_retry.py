@@ -18,7 +18,7 @@ from serving.client.retry import (
 )
 
 CALL = Call("POST", "/v1/rank", b"{}")
-STEADY = RetryPolicy(retries=3, first_s=0.1, max_s=0.3, draw=lambda: 1.0)
+WITHOUT_JITTER = RetryPolicy(retries=3, first_s=0.1, max_s=0.3, draw=lambda: 1.0)
 OK = Reply(200, {}, b"{}")
 
 
@@ -27,7 +27,10 @@ def reply(status: int, **headers: str) -> Reply:
 
 
 def run_attempts(
-    replies: list[Reply], policy: RetryPolicy = STEADY, deadline_ms: int = 10_000, takes_s: float = 0.0
+    replies: list[Reply],
+    policy: RetryPolicy = WITHOUT_JITTER,
+    deadline_ms: int = 10_000,
+    takes_s: float = 0.0,
 ) -> tuple[Reply | ServingError, list[float], list[int]]:
     """Run a call that gets these replies. Return (result, pauses, deadlines that were sent)."""
     clock, pauses, deadlines, remaining = FakeClock(), [], [], list(replies)

@@ -72,7 +72,7 @@ def test_different_events_have_different_ids(change: dict[str, Any]) -> None:
     assert parse(CLICK)[1] != parse({**CLICK, **change})[1]
 
 
-BAD = [
+BAD_BODIES = [
     (b"{", "$", "truncated"),
     ([{**CLICK, "session_id": None}], "$[0].session_id", "leave it out"),
     ({**CLICK, "acton": "x"}, "$.acton", "did you mean 'action'"),
@@ -90,7 +90,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "path", "text"), BAD, ids=[f"{c[1]} {c[2]}" for c in BAD])
+@pytest.mark.parametrize(("body", "path", "text"), BAD_BODIES, ids=[f"{c[1]} {c[2]}" for c in BAD_BODIES])
 def test_a_bad_engagement_is_400_with_its_path(body: Any, path: str, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(body)

@@ -39,7 +39,7 @@ def run_with_retrieval(home: Path) -> Iterator[LiveServing]:
         yield live
 
 
-def cases_of_all_routes(home: Path, num_cases: int, seed_number: int) -> dict[str, Counter[int]]:
+def send_to_all_routes(home: Path, num_cases: int, seed_number: int) -> dict[str, Counter[int]]:
     """Send generated requests to all routes. Return the number of answers by status, for each document."""
     with run_with_retrieval(home) as live, run_admin_server(live.serving) as port:
         documented = live.app.openapi()
@@ -72,7 +72,7 @@ def test_requests_are_generated_for_every_admin_route(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
-    found = cases_of_all_routes(tmp_path, NUM_CASES, 0)
+    found = send_to_all_routes(tmp_path, NUM_CASES, 0)
     assert found["traffic"][200] >= 15 and found["traffic"][400] >= 25
     assert found["others"][200] >= 15 and found["others"][400] >= 5 and found["admin"][200] >= 5
     assert not server_errors(found)
@@ -81,7 +81,7 @@ def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_twenty_thousand_requests_get_no_server_error(tmp_path: Path) -> None:
-    found = cases_of_all_routes(tmp_path, max(NUM_CASES, 1_600), 7)
+    found = send_to_all_routes(tmp_path, max(NUM_CASES, 1_600), 7)
     print({name: dict(sorted(statuses.items())) for name, statuses in found.items()})
     assert sum(statuses.total() for statuses in found.values()) >= 20_000
     assert not server_errors(found)
