@@ -4,7 +4,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark's own process collects garbage before it measures; in the process of the tests, which has
-    far more objects and measures nothing, that is most of the time."""
+def _no_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the garbage collection that a benchmark runs before each measurement. The test process has many
+    more objects, so collecting them would take most of the time, and the tests measure nothing.
+    """
     monkeypatch.setattr(gc, "collect", lambda *args: 0)

@@ -1,4 +1,5 @@
-"""Every subject of every benchmark opens and takes a turn, at the smallest size."""
+"""Smoke tests of all benchmarks: each subject (an implementation under measurement) runs once at a small
+size."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from benchmarks.warehouse_bytes import WAYS as WAYS_AT_REST
 from benchmarks.warehouse_read import planned
 from roostream.errors import ConfigError
 
-SMALL: dict[str, list[tuple[str, list[Any]]]] = {
+SMALL_CASES: dict[str, list[tuple[str, list[Any]]]] = {
     "train_vs_torchrec": [(f, [4, 3]) for f in ("our_loop", "our_batches", "torchrec_batches")],
     "hstu_attention": [
         ("attention", [way, backward, "float32", "cpu", [3, 20, 2, 2, 3]])
@@ -129,7 +130,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("gather_numpy", [2]),
     ],
 }
-ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
+CASES_ON_PUBLIC_LOGS: dict[str, list[tuple[str, list[Any]]]] = {
     "recd": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
     "logs": [("compressed", [key, 3, 9, 4]) for key in KEYS],
     "deferral": [("in_time_order", [{}, 0, 9])],
@@ -149,7 +150,7 @@ ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
         *(("planned", [order, 0.08, 1.5]) for order in ("hash", "hit rate", "ours")),
     ],
 }
-ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
+CASES_ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "commit": [("commits", [1000, 1, True]), ("commits", [1000, 1, False]), ("synced", [1000])],
     "recovery": [
         ("recovery", ["worker", 1, 2000]),
@@ -173,12 +174,14 @@ STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
     *("initial_torchrec", "workers", "readers", "ps_pull_push"),
 }
-COMPARES_ITSELF = {"quality-early", "quality-trees"}  # figures are differences on the same requests
-NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
+# The figures of these benchmarks are differences on the same requests, so their rows need no peer or limit.
+COMPARES_ITSELF = {"quality-early", "quality-trees"}
+# The first needs another Python environment; the second imports torch's compiler, which takes long.
+NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}
 
 
 def take_turns(module: str, cases: list[tuple[str, list[Any]]]) -> list[Slice]:
-    """Open all subjects of `cases`, and take one turn of each."""
+    """Open the subjects of all `cases` and measure one turn of each."""
     runner = SubjectRunner()
     try:
         numbers = [runner.open(f"benchmarks.{module}:{function}", args, 0.0) for function, args in cases]
@@ -188,26 +191,28 @@ def take_turns(module: str, cases: list[tuple[str, list[Any]]]) -> list[Slice]:
 
 
 @pytest.mark.timeout(400)  # peers of several processes start slowly on a busy machine
-@pytest.mark.parametrize("module", [module for module in SMALL if module not in STARTS_PROGRAMS])
-def test_every_subject_of_a_benchmark_takes_a_turn(module: str) -> None:
-    """All of a benchmark are open at once: a process collects its garbage whenever one is opened."""
-    for case, turn in zip(SMALL[module], take_turns(module, SMALL[module]), strict=True):
+@pytest.mark.parametrize("module", [module for module in SMALL_CASES if module not in STARTS_PROGRAMS])
+def test_every_subject_of_a_benchmark_runs(module: str) -> None:
+    """All subjects of a benchmark are opened together, because the process collects garbage at every
+    opening."""
+    for case, turn in zip(SMALL_CASES[module], take_turns(module, SMALL_CASES[module]), strict=True):
         assert turn.units > 0, case
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("module", "case"), [(m, case) for m in sorted(STARTS_PROGRAMS & {*SMALL}) for case in SMALL[m]]
+    ("module", "case"),
+    [(m, case) for m in sorted(STARTS_PROGRAMS & {*SMALL_CASES}) for case in SMALL_CASES[m]],
 )
-def test_a_subject_that_starts_programs_takes_a_turn(module: str, case: tuple[str, list[Any]]) -> None:
+def test_a_subject_that_starts_programs_runs(module: str, case: tuple[str, list[Any]]) -> None:
     assert take_turns(module, [case])[0].units > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(absent(EBNERD)), reason=absent(EBNERD))
-def test_subjects_on_a_public_log_take_turns() -> None:
-    for module, cases in ON_A_LOG.items():
+def test_subjects_on_a_public_log_run() -> None:
+    for module, cases in CASES_ON_PUBLIC_LOGS.items():
         for case in cases:
             (turn,) = take_turns(module, [case])
             assert turn.units > 0 and all(figure > 0 for figure in turn.figures.values()), case
@@ -215,10 +220,10 @@ def test_subjects_on_a_public_log_take_turns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ON_A_STACK)
+@pytest.mark.parametrize("name", CASES_ON_A_STACK)
 def test_subjects_on_a_running_stack_lose_nothing(name: str) -> None:
-    """Subjects of one entry share a stack."""
-    for turn in take_turns(name.partition("/")[0], ON_A_STACK[name]):
+    """No event is lost or trained twice. The subjects of one entry share a stack."""
+    for turn in take_turns(name.partition("/")[0], CASES_ON_A_STACK[name]):
         figures = turn.figures
         assert turn.units > 0
         assert figures.get("lost", 0) == figures.get("trained twice", 0) == 0, figures
@@ -226,7 +231,7 @@ def test_subjects_on_a_running_stack_lose_nothing(name: str) -> None:
 
 
 def test_feature_order_by_popularity_needs_fewer_reads() -> None:
-    """The 2.4 of docs/decisions/0060, where a few features serve most of what is read."""
+    """The factor 2.4 of docs/decisions/0060, for a log in which a few features get most of the reads."""
     found = {}
     for order in ("ours", "hit rate", "hash"):
         with planned(order, 0.08, 1.5) as work:
@@ -241,14 +246,14 @@ def subjects() -> list[Subject]:
 
 
 def test_every_subject_is_tested() -> None:
-    run = {
+    tested = {
         f"{module.partition('/')[0]}:{function}"
-        for table in (SMALL, ON_A_LOG, ON_A_STACK)
+        for table in (SMALL_CASES, CASES_ON_PUBLIC_LOGS, CASES_ON_A_STACK)
         for module, cases in table.items()
         for function, _ in cases
     }
-    asked = {s.setup.removeprefix("benchmarks.") for s in subjects()}
-    assert {a for a in asked - run if not NOT_RUN_HERE & set(a.split(":"))} == set()
+    used = {s.setup.removeprefix("benchmarks.") for s in subjects()}
+    assert {name for name in used - tested if not NOT_RUN_HERE & set(name.split(":"))} == set()
 
 
 def test_every_row_has_a_peer_or_a_limit_and_plain_arguments() -> None:
@@ -262,13 +267,15 @@ def test_every_row_has_a_peer_or_a_limit_and_plain_arguments() -> None:
 
 
 def test_slipstream_is_compared_with_random_dropping() -> None:
-    """Its control has the same model, and its settings as what it is to be like."""
-    found = 0
+    """A subject that skips stale samples with Slipstream has a peer with the same model that drops samples at
+    random. The peer gets the Slipstream settings, so that it drops the same share.
+    """
+    num_found = 0
     for row in (row for benchmark in benchmarks_by_name().values() for row in benchmark.rows):
         for subject in row.subjects:
             if not _skips_stale(subject.arguments[:1]):
                 continue
-            found += 1
+            num_found += 1
             settings, *sizes = subject.arguments
             controls = [s for s in row.subjects if s.arguments[1:] == (*sizes, settings)]
             assert [s.arguments[0]["selection"]["policy"] for s in controls] == ["random"], (
@@ -276,7 +283,7 @@ def test_slipstream_is_compared_with_random_dropping() -> None:
                 subject.name,
             )
             assert controls[0].role == "peer"
-    assert found >= 2, "with LayerNorm on both sides, and without"
+    assert num_found >= 2, "one with LayerNorm on both sides, and one without"
 
 
 def _skips_stale(arguments: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Both sides of `train-vs-torchrec` do the same: equal losses, and equal rows after some steps."""
+"""Both sides of the benchmark `train-vs-torchrec` do the same work: equal losses, and equal rows after some
+steps."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from benchmarks.train_vs_torchrec import NUM_BATCHES, OurBatches, TorchRecBatche
 from roostream.wire.lookup import build_lookup
 
 
-def test_our_step_and_torchrecs_learn_the_same(tmp_path: Path) -> None:
+def test_our_step_and_the_step_of_torchrec_learn_the_same(tmp_path: Path) -> None:
     case = dlrm_case(str(tmp_path), 8, 4)
-    ours, theirs = OurBatches(case), TorchRecBatches(case)
-    losses = np.array([(ours.step(), theirs.step()) for _ in range(2 * NUM_BATCHES)])
+    ours, torchrec = OurBatches(case), TorchRecBatches(case)
+    losses = np.array([(ours.step(), torchrec.step()) for _ in range(2 * NUM_BATCHES)])
     np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=1e-5)
-    assert losses[-1, 0] < 0.9 * losses[NUM_BATCHES - 1, 0], "and something is learned"
+    assert losses[-1, 0] < 0.9 * losses[NUM_BATCHES - 1, 0], "the model learns something"
 
     lookup = build_lookup(batches_of(case)[0])
     (part,) = lookup.stacks.values()
     (rows_UD,) = case.client.pull(lookup).values()
     names = {table.id: name for name, table in case.schema.table_by_name.items()}
     for row_D, table, id_ in zip(rows_UD, part.table_U.tolist(), part.id_U.tolist(), strict=True):
-        weight = theirs.bags.embedding_bags[names[table]].weight
+        weight = torchrec.bags.embedding_bags[names[table]].weight
         torch.testing.assert_close(torch.from_numpy(row_D), weight[id_].detach(), rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,5 @@
-"""`make gpu`: without a device one sentence; with one a page, also where something failed."""
+"""`make gpu` prints one sentence where there is no CUDA device. With a device it always writes its report,
+also after a failure."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.b" name="test_w"><error message="fixture"/></testcase>
 </testsuite></testsuites>"""
 DEVICE = {"device": "1 × A device", "memory": "8.0 GiB"}
-needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+needs_no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-@needs_none
+@needs_no_device
 def test_without_a_device_the_command_fails_with_one_sentence() -> None:
     done = subprocess.run(
         (sys.executable, "-m", "benchmarks.gpu_report"), cwd=ROOT, capture_output=True, text=True, check=False
@@ -33,17 +34,17 @@ def test_without_a_device_the_command_fails_with_one_sentence() -> None:
     assert done.stderr.startswith("error: expected a CUDA device, ") and done.stderr.count("\n") == 1
 
 
-@needs_none
+@needs_no_device
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_without_a_device_its_rows_are_skipped(name: str) -> None:
+def test_without_a_device_rows_that_need_one_are_skipped(name: str) -> None:
     skipped = {row.skipped for row in find_benchmark(name).rows if "cuda" in str(row.subjects[0].arguments)}
     assert skipped == {no_device()}
 
 
-def test_a_device_is_known_by_its_nodes(tmp_path: Path) -> None:
+def test_a_device_is_detected_by_its_device_node(tmp_path: Path) -> None:
     assert no_device(tmp_path) != ""
     (tmp_path / "nvidiactl").touch()
-    assert no_device(tmp_path) != "", "the driver's, of no device"
+    assert no_device(tmp_path) != "", "this node belongs to the driver, not to a device"
     (tmp_path / "nvidia0").touch()
     assert no_device(tmp_path) == ""
 
@@ -56,31 +57,32 @@ def test_test_results_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "result", "code"),
+    ("test_result", "result", "code"),
     [
         (PytestResult(3, [], []), {"rows": []}, 0),
         (PytestResult(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
         (PytestResult(3, [], []), {"failed": "no memory"}, 1),
     ],
 )
-def test_the_page_is_always_written(
-    tmp_path: Path, ran: PytestResult, result: dict[str, object], code: int
+def test_the_report_is_always_written(
+    tmp_path: Path, test_result: PytestResult, result: dict[str, object], code: int
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def benchmark(name: str, runs: int) -> dict[str, object]:
-        asked.append((name, runs))
+        calls.append((name, runs))
         return result
 
     target = tmp_path / "new" / "gpu.md"
     assert (
-        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, benchmark)) == code
+        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: test_result, benchmark))
+        == code
     )
-    assert asked == [(name, 5) for name in BENCHMARKS]
+    assert calls == [(name, 5) for name in BENCHMARKS]
     assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()
 
 
-def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_report_path_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     parts = Parts(lambda: DEVICE, lambda: PytestResult(1, [], []), lambda name, runs: {"rows": []})
     assert main(["--report", str(tmp_path / "file" / "gpu.md")], parts) == 2

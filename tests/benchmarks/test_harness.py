@@ -1,4 +1,5 @@
-"""Turns, medians and ratios, with a clock that only the subjects move; and once with real processes."""
+"""The benchmark harness: the order of turns, medians and ratios, with a fake clock that only the subjects
+advance; and once with real subject processes."""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ from benchmarks.harness.subject_process import (
 from benchmarks.harness.subject_runner import Slice, SubjectRunner
 from tests.benchmarks.trivial import Clock
 
-TAKES = "tests.benchmarks.trivial:takes"
+CONSTANT = "tests.benchmarks.trivial:constant_cost"
 
 
 def test_fixtures_are_cached_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    calls: list[int] = []
 
     def make() -> bytes:
-        made.append(1)
-        return bytes([len(made)])
+        calls.append(1)
+        return bytes([len(calls)])
 
     assert (cached_bytes("a", make), cached_bytes("a", make)) == (b"\1", b"\2"), (
-        "without a folder where it is needed"
+        "without a cache folder, each call makes a new fixture"
     )
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert (cached_bytes("a", make), cached_bytes("a", make), cached_bytes("b", make)) == (
@@ -46,7 +47,7 @@ def test_fixtures_are_cached_between_runs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class FakeRunner(SubjectRunner):
-    """In this process, by the subjects' own clock; notes whose turn it was."""
+    """Runs the subjects in this process by the fake clock, and records the order of their turns."""
 
     def __init__(self, turns: list[int]) -> None:
         super().__init__(lambda: Clock.now_s, lambda: Clock.now_s / 2)
@@ -67,7 +68,7 @@ def benchmark(*subjects: Subject, rounds: int = 4) -> Benchmark:
     return Benchmark(name="q", summary="?", rows=(row,), interpretation="", rounds=rounds)
 
 
-def measured(asked: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
+def run_benchmark(config: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
     started: list[FakeRunner] = []
 
     def start(environment: str) -> FakeRunner:
@@ -76,57 +77,59 @@ def measured(asked: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list
         started.append(FakeRunner([]))
         return started[-1]
 
-    result = measure(asked, start, runs=runs)
+    result = measure(config, start, runs=runs)
     assert all(runner.ended for runner in started)
     return result, [runner.turns for runner in started]
 
 
 def test_a_subject_may_report_units_and_figures_per_turn() -> None:
-    result, _ = measured(
-        benchmark(Subject("a", "tests.benchmarks.trivial:reports", (0.5, 1, 2, 3)), rounds=3)
+    result, _ = run_benchmark(
+        benchmark(Subject("a", "tests.benchmarks.trivial:varying_units", (0.5, 1, 2, 3)), rounds=3)
     )
     (subject,) = result["rows"][0]["subjects"]
-    assert subject["wall_us"]["median"] == 250_000, "of 1, 2 and 3 units in half a second"
+    assert subject["wall_us"]["median"] == 250_000, "the median of 1, 2 and 3 units in half a second each"
     assert subject["figures"]["twice"]["median"] == 4
 
 
 def test_a_subject_may_time_a_part_of_its_step() -> None:
-    result, _ = measured(benchmark(Subject("a", "tests.benchmarks.trivial:part"), rounds=1))
+    result, _ = run_benchmark(benchmark(Subject("a", "tests.benchmarks.trivial:partly_timed"), rounds=1))
     (subject,) = result["rows"][0]["subjects"]
-    assert subject["wall_us"]["median"] == 500_000, "two seconds of seven, for four units"
+    assert subject["wall_us"]["median"] == 500_000, "only two of the seven seconds count, for four units"
     assert subject["cpu_us"]["median"] == 875_000, "CPU time is that of the whole step"
 
 
 def test_run_setup_is_open_during_each_run() -> None:
     Clock.events.clear()
-    asked = dataclasses.replace(
-        benchmark(Subject("a", "tests.benchmarks.trivial:part"), rounds=1),
+    config = dataclasses.replace(
+        benchmark(Subject("a", "tests.benchmarks.trivial:partly_timed"), rounds=1),
         run_setup="tests.benchmarks.trivial:run_setup",
     )
-    measured(asked)
+    run_benchmark(config)
     assert Clock.events == ["open", "warm-up", "turn", "closed"] * 3
 
 
 def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:
-    result, _ = measured(benchmark(Subject("a", TAKES, (0.002, 4))))
+    result, _ = run_benchmark(benchmark(Subject("a", CONSTANT, (0.002, 4))))
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 500 and subject["cpu_us"]["median"] == 250
     assert subject["wall_us"]["runs"] == [500, 500, 500]
 
 
 def test_ratios_divide_speeds_by_the_first_subject() -> None:
-    result, _ = measured(benchmark(Subject("a", TAKES, (0.001,)), Subject("b", TAKES, (0.003,), "peer")))
+    result, _ = run_benchmark(
+        benchmark(Subject("a", CONSTANT, (0.001,)), Subject("b", CONSTANT, (0.003,), "peer"))
+    )
     (ratio,) = result["rows"][0]["ratios"]
     assert (ratio["of"], ratio["to"], ratio["times_as_fast"]["median"]) == ("a", "b", 3.0)
 
 
 def test_an_older_commit_runs_its_own_version_of_the_subject() -> None:
     subjects = (
-        Subject("a", TAKES, (0.001,)),
-        Subject("b", TAKES, (0.002,), "stage"),
-        Subject("b before", TAKES, (0.008,), "before"),
+        Subject("a", CONSTANT, (0.001,)),
+        Subject("b", CONSTANT, (0.002,), "stage"),
+        Subject("b before", CONSTANT, (0.008,), "before"),
     )
-    ratios = measured(benchmark(*subjects))[0]["rows"][0]["ratios"]
+    ratios = run_benchmark(benchmark(*subjects))[0]["rows"][0]["ratios"]
     assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [
         ("a", "b", 2.0),
         ("b", "b before", 4.0),
@@ -138,26 +141,26 @@ def test_rows_derive_figures_from_subjects() -> None:
         return {"both": results["a"].cost_us + results["b"].figures["twice"]}
 
     subjects = (
-        Subject("a", TAKES, (0.004, 2)),
-        Subject("b", "tests.benchmarks.trivial:reports", (0.5, *[3.0] * 4), "peer"),
+        Subject("a", CONSTANT, (0.004, 2)),
+        Subject("b", "tests.benchmarks.trivial:varying_units", (0.5, *[3.0] * 4), "peer"),
     )
     row = dataclasses.replace(benchmark(*subjects).rows[0], derives=derived)
-    result, _ = measured(dataclasses.replace(benchmark(), rows=(row,)))
+    result, _ = run_benchmark(dataclasses.replace(benchmark(), rows=(row,)))
     assert result["rows"][0]["figures"] == {
         "both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}
     }
 
 
 def test_a_subject_may_have_another_seed_in_each_run() -> None:
-    row = benchmark(Subject("a", "tests.benchmarks.trivial:reports", (0.5, RUN)), rounds=1).rows[0]
-    result, _ = measured(dataclasses.replace(benchmark(), rows=(row,), rounds=1), runs=3)
+    row = benchmark(Subject("a", "tests.benchmarks.trivial:varying_units", (0.5, RUN)), rounds=1).rows[0]
+    result, _ = run_benchmark(dataclasses.replace(benchmark(), rows=(row,), rounds=1), runs=3)
     assert result["rows"][0]["subjects"][0]["figures"]["twice"]["runs"] == [0, 2, 4]
 
 
 def test_a_skipped_row_gives_its_reason() -> None:
-    asked = benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
-    result, turns = measured(
-        dataclasses.replace(asked, rows=(dataclasses.replace(asked.rows[0], skipped="no data"),))
+    config = benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
+    result, turns = run_benchmark(
+        dataclasses.replace(config, rows=(dataclasses.replace(config.rows[0], skipped="no data"),))
     )
     assert (
         result["rows"][0]["skipped"] == "no data" and result["rows"][0]["subjects"] == [] and turns == []
@@ -165,29 +168,31 @@ def test_a_skipped_row_gives_its_reason() -> None:
 
 
 def test_each_subject_is_first_equally_often() -> None:
-    _, turns = measured(benchmark(Subject("a", TAKES, (0.1,)), Subject("b", TAKES, (0.1,)), rounds=4), runs=3)
-    assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3, "in new processes for each run"
+    _, turns = run_benchmark(
+        benchmark(Subject("a", CONSTANT, (0.1,)), Subject("b", CONSTANT, (0.1,)), rounds=4), runs=3
+    )
+    assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3, "each run has new processes"
 
 
 def test_an_unavailable_peer_does_not_stop_the_row() -> None:
     peer, limit = (
-        Subject("b", TAKES, (0.1,), "peer", environment="rare"),
-        Subject("c", TAKES, (0.05,), "limit"),
+        Subject("b", CONSTANT, (0.1,), "peer", environment="rare"),
+        Subject("c", CONSTANT, (0.05,), "limit"),
     )
-    row = measured(benchmark(Subject("a", TAKES, (0.1,)), peer, limit))[0]["rows"][0]
+    row = run_benchmark(benchmark(Subject("a", CONSTANT, (0.1,)), peer, limit))[0]["rows"][0]
     assert row["subjects"][1]["unavailable"] == "no rare here"
     assert [(r["to"], r["times_as_fast"]["median"]) for r in row["ratios"]] == [("c", 0.5)]
 
 
 def test_a_subject_of_ours_that_fails_fails_the_benchmark() -> None:
     with pytest.raises(ValueError, match="broken"):
-        measured(benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
+        run_benchmark(benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
 
 
 def test_subject_processes_report_errors(capfd: pytest.CaptureFixture[str]) -> None:
     runner = SubjectProcess(Interpreter(sys.executable, ROOT))
     try:
-        number = runner.open("tests.benchmarks.trivial:takes", [0.0, 7], 0.001)
+        number = runner.open("tests.benchmarks.trivial:constant_cost", [0.0, 7], 0.001)
         assert runner.slice(number).units % 7 == 0
         assert runner.versions()["python"] == sys.version.split()[0]
         with pytest.raises(SubjectError, match="ValueError: broken"):

@@ -1,5 +1,5 @@
-"""Attention's subjects do the same work: our kernels in Triton's interpreter, and FlexAttention the same mask
-and biases."""
+"""The subjects of the attention benchmark do the same work: our kernels (in Triton's interpreter) and
+FlexAttention have the same mask and biases as the reference."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from benchmarks.hstu_attention import AttentionCase, Shape, causal, flex, refere
 SHAPE = Shape(3, 12, 2, 2, 4)
 
 
-def test_units_are_the_products_of_pairs_that_are_seen() -> None:
+def test_units_count_the_products_of_pairs_that_attend() -> None:
     case = AttentionCase(SHAPE, torch.float32, "cpu")
-    seen = sum(
+    num_pairs = sum(
         int(pairs.sees_GNN[g, :n, :n].sum())
         for pairs in case.sequences.pairs
         for g, n in enumerate(_tokens(case))
     )
     assert len(case.sequences.pairs) == 1
-    assert case.gflop() == pytest.approx(seen * 2 * 4 * 2 * 2 / 1e9)
+    assert case.gflop() == pytest.approx(num_pairs * 2 * 4 * 2 * 2 / 1e9)
     assert AttentionCase(SHAPE, torch.float32, "cpu", backward=True).gflop() == 3 * case.gflop()
 
 
@@ -36,7 +36,7 @@ def _tokens(case: AttentionCase) -> list[int]:
 @pytest.mark.slow  # torch compiles for 13 s
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 def test_flex_attention_has_our_mask_and_biases() -> None:
-    """Beside a softmax over the reference's own pairs."""
+    """FlexAttention's output equals a softmax over the pairs that the reference attends to."""
     case = AttentionCase(SHAPE, torch.float32, "cpu")
     with torch.no_grad():
         out_RHNC = flex(case)()
@@ -56,13 +56,13 @@ def test_flex_attention_has_our_mask_and_biases() -> None:
         torch.testing.assert_close(out_RHNC[g, :, :n], expected[g, :, :n], rtol=1e-3, atol=1e-4)
 
 
-def test_shapes_are_those_of_one_batch() -> None:
+def test_outputs_have_the_shapes_of_one_batch() -> None:
     case = AttentionCase(SHAPE, torch.float32, "cpu")
     assert reference(case)().shape == (int(case.sequences.tokens_R.sum()), 8)
     assert causal(case)().shape == (3, 2, 128, 4)
 
 
-CODE = """
+KERNEL_STEPS = """
 from benchmarks.hstu_attention import attention
 for block in (0, 16):
     with attention("kernel", True, "float32", "cpu", [2, 9, 2, 1, 4], block) as work:
@@ -79,7 +79,7 @@ for block in (0, 16):
 def test_our_kernels_take_a_step_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", CODE],
+        [sys.executable, "-c", KERNEL_STEPS],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The pages that the documentation shows of the published results."""
+"""The documentation pages that are generated from published benchmark results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    here = {
+    machine = {
         "cpu": "a CPU",
         "cores": 2,
         "memory_gib": 8.0,
@@ -56,7 +56,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "command": "roostream bench q --runs 3",
         "taken": "2024-01-01",
         "commit": {"describe": "abc", "dirty": False},
-        "machine": here,
+        "machine": machine,
         "runs": 3,
         "versions": {"python": "3.11"},
         "rows": [row()],
@@ -66,12 +66,16 @@ def result(**changes: Any) -> dict[str, Any]:
 
 def test_a_figure_that_a_subject_lacks_leaves_its_cell_empty() -> None:
     first, second = row()["subjects"]
-    ours, theirs = (
+    first_figures, second_figures = (
         {"late": figures(1, 1, 1), "lost": figures(2, 2, 2)},
         {"sent": figures(4, 4, 4), "lost": figures(3, 3, 3)},
     )
     text = table(
-        row(unit="events", shows="cost", subjects=[{**first, "figures": ours}, {**second, "figures": theirs}])
+        row(
+            unit="events",
+            shows="cost",
+            subjects=[{**first, "figures": first_figures}, {**second, "figures": second_figures}],
+        )
     )
     assert "| | late | lost | sent |" in text and "| | µs an event (wall time) |" in text
     assert "| a | 1 (1 .. 1) | 2 (2 .. 2) |  |\n| b |  | 3 (3 .. 3) | 4 (4 .. 4) |" in text
@@ -85,10 +89,10 @@ def test_derived_figures_and_skipped_rows_are_shown() -> None:
 
 def test_every_published_result_has_a_page_and_a_line_in_the_index() -> None:
     results = ROOT / RESULTS / "json"
-    made = pages(benchmarks_by_name(), results)
+    generated = pages(benchmarks_by_name(), results)
     for path in results.glob("*.json"):
         name = json.loads(path.read_text(encoding="utf-8"))["question"]
-        assert f"# {name}" in made[f"{name}.md"] and f"]({name}.md)" in made["runs.md"]
+        assert f"# {name}" in generated[f"{name}.md"] and f"]({name}.md)" in generated["runs.md"]
 
 
 def test_the_newest_result_comes_first() -> None:
@@ -115,9 +119,9 @@ def test_a_rate_is_units_a_second_and_a_cost_microseconds_a_unit() -> None:
 
 
 def test_an_unavailable_peer_has_no_figures() -> None:
-    gone = {"name": "p", "role": "peer", "unavailable": "no network"}
+    unavailable = {"name": "p", "role": "peer", "unavailable": "no network"}
     assert "| p (peer) | peer unavailable: no network |" in table(
-        row(subjects=[row()["subjects"][0], gone], ratios=[])
+        row(subjects=[row()["subjects"][0], unavailable], ratios=[])
     )
 
 
@@ -130,5 +134,5 @@ def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
 def test_a_benchmark_without_a_result_has_no_page(tmp_path: Path) -> None:
     (tmp_path / "q.json").write_text(json.dumps(result()))
     other = BENCHMARK.__class__(name="other", summary="?", rows=BENCHMARK.rows, interpretation="")
-    made = pages({"q": BENCHMARK, "other": other}, tmp_path)
-    assert list(made) == ["runs.md", "q.md"] and "other" not in made["runs.md"]
+    generated = pages({"q": BENCHMARK, "other": other}, tmp_path)
+    assert list(generated) == ["runs.md", "q.md"] and "other" not in generated["runs.md"]

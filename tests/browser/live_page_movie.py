@@ -1,9 +1,9 @@
-"""`python -m tests.browser.live_page_movie [URL]`: docs/live-page.gif, the moving picture in the README.
+"""`python -m tests.browser.live_page_movie [URL]` records docs/live-page.gif, the animation in the README.
 
-It records serving's front page at URL. Without a URL it starts the demo and waits until it has trained
-MIN_TRAINED requests. A new visitor clicks the three items of one kind; the picture ends when the last click
-was trained. Every frame is a screenshot of the page. Only the pointer is drawn, and while nothing but the
-countdown to the training changes, time passes FASTER times as fast.
+It films serving's front page at URL. Without a URL it starts the demo and waits until MIN_TRAINED requests
+are trained. A new visitor clicks three items of one kind, and the film ends when the last click is trained.
+Every frame is a screenshot of the page; only the pointer is drawn. The wait for the training is shown SPEEDUP
+times as fast.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.e2e.loop_stack import applied, wait_until
 MOVIE = Path(__file__).resolve().parents[2] / "docs" / "live-page.gif"
 MAX_BYTES = 2_000_000
 MIN_TRAINED = 5000
-CLICKS_S = 4.0  # the time after each click
-FASTER = 6.0
-MOVE_MS = 700  # of the page's animation
+CLICKS_S = 4.0  # recorded after each click
+SPEEDUP = 6.0
+ANIMATION_MS = 700  # duration of the page's animation
 _STEP_MS = 70
 _COLORS = 96
-_HOLD = """(() => {
+_PAUSE_ANIMATIONS = """(() => {
     const moves = document.getAnimations();
     moves.forEach(a => a.pause());
     if (moves.length) Object.defineProperty(document, "hidden", { value: true, configurable: true });
@@ -42,18 +42,19 @@ MAX_TRAINING_S = 600.0
 
 
 class Recorder:
-    """Screenshots of a tab, each shown for as long as it took until the next."""
+    """Records screenshots of a tab. Each is shown for as long as it took until the next."""
 
     def __init__(self, tab: Any, clip: dict[str, float]) -> None:
         self.tab, self.clip, self.speed = tab, clip, 1.0
-        self.frames: list[tuple[Image.Image, float]] = []  # and seconds
+        self.frames: list[tuple[Image.Image, float]] = []  # image, seconds it is shown
         self.pointer = (clip["width"] * 0.8, clip["height"] * 0.9)
 
     def film(self, seconds: float, until: str = "false") -> bool:
-        """Record for `seconds` of the page's time, or until a script is true; returns whether it was."""
+        """Record for `seconds` of the page's time, or until the script `until` is true. Return whether it
+        was."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            end_s += self._film_moves()
+            end_s += self._film_animations()
             begin_s = time.monotonic()
             frame = self._frame()
             if self.tab.evaluate(until):
@@ -62,23 +63,23 @@ class Recorder:
             self._add(frame, (time.monotonic() - begin_s) / self.speed)
         return False
 
-    def _film_moves(self) -> float:
-        """Record the page's animations frame by frame, if any run; returns the seconds that this took.
+    def _film_animations(self) -> float:
+        """Record the page's running animations frame by frame. Return the seconds that this took.
 
-        Screenshots are too slow for a smooth picture, so the animations are held at each frame, and the page
-        does not ask the server meanwhile. Times that the page measures are longer by these pauses.
+        Screenshots are too slow for a smooth film, so the animations are paused at each frame, and the page
+        sends no requests meanwhile. Times that the page measures are longer by these pauses.
         """
         begin_s = time.monotonic()
-        if not self.tab.evaluate(_HOLD):
+        if not self.tab.evaluate(_PAUSE_ANIMATIONS):
             return 0.0
-        for ms in range(0, MOVE_MS, _STEP_MS):
+        for ms in range(0, ANIMATION_MS, _STEP_MS):
             self.tab.evaluate(f"document.getAnimations().forEach(a => {{ a.currentTime = {ms}; }})")
             self._add(self._frame(), _STEP_MS / 1000)
         self.tab.evaluate("document.getAnimations().forEach(a => a.finish()); delete document.hidden")
         return time.monotonic() - begin_s
 
     def click(self, selector: str) -> None:
-        """Move the drawn pointer to an element, show it there for a moment, and click the element."""
+        """Move the drawn pointer to an element, show it there pressed for a moment, and click the element."""
         box = self.tab.locator(selector).bounding_box()
         x, y = box["x"] - self.clip["x"] + 60, box["y"] - self.clip["y"] + box["height"] / 2
         still, (from_x, from_y) = self._screenshot(), self.pointer
@@ -89,7 +90,7 @@ class Recorder:
         self.tab.click(selector)
 
     def save(self, path: Path) -> None:
-        """Write the GIF with one palette, so that unchanged pixels cost nothing."""
+        """Write the GIF with one palette for all frames, so that unchanged pixels take no space."""
         palette = self.frames[-1][0].quantize(_COLORS, dither=Image.Dither.NONE)
         images = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame, _ in self.frames]
         times_ms = [max(round(seconds * 100), 2) * 10 for _, seconds in self.frames]
@@ -121,11 +122,11 @@ class Recorder:
 
 
 def record(url: str) -> None:
-    """Write the movie of the page at `url`.
+    """Record the page at `url` and write the GIF.
 
     Raises:
-        NoBrowserError: there is no browser here.
-        SystemExit: it is too large for a repository, or the clicks were not trained in time.
+        NoBrowserError: no browser can be installed.
+        SystemExit: the file is larger than MAX_BYTES, or the clicks were not trained in time.
     """
     binary = chromium.chromium()
     with sync_playwright() as driver:
@@ -137,7 +138,7 @@ def record(url: str) -> None:
         tab.wait_for_selector(".story:nth-child(12) .cause", state="attached")
         tab.wait_for_selector("#stages li")
         names = tab.eval_on_selector_all(".story .name", "all => all.map(e => e.textContent)")
-        clicked = lowest_kind(names)
+        clicked = items_of_lowest_kind(names)
         top = tab.locator("#live").bounding_box()["y"] - 12
         cards = tab.locator("#cards").bounding_box()
         clip = {"x": 0.0, "y": top, "width": 1000.0, "height": cards["y"] + cards["height"] + 12 - top}
@@ -146,7 +147,7 @@ def record(url: str) -> None:
         for name in clicked:
             recorder.click(f".story:has-text('{name}') .pick")
             recorder.film(CLICKS_S)
-        recorder.speed = FASTER
+        recorder.speed = SPEEDUP
         trained = recorder.film(90.0, "document.querySelectorAll('#stages .done').length === 4")
         recorder.speed = 1.0
         recorder.film(1.5)
@@ -158,13 +159,13 @@ def record(url: str) -> None:
         raise SystemExit(f"{MOVIE}: expected at most {MAX_BYTES} bytes, got {MOVIE.stat().st_size}")
 
 
-def lowest_kind(names: list[str]) -> list[str]:
-    """The items of the kind that is ranked lowest on average, of those with several items."""
-    by_kind: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        by_kind.setdefault(name.split()[0], []).append(place)
-    places = max((p for p in by_kind.values() if len(p) > 1), key=lambda p: sum(p) / len(p))
-    return [names[place] for place in places]
+def items_of_lowest_kind(names: list[str]) -> list[str]:
+    """Return the items of the kind with the lowest average rank, among the kinds with several items."""
+    ranks_by_kind: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks_by_kind.setdefault(name.split()[0], []).append(rank)
+    ranks = max((p for p in ranks_by_kind.values() if len(p) > 1), key=lambda p: sum(p) / len(p))
+    return [names[rank] for rank in ranks]
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""`python -m tests.browser.screenshot URL`: docs/page.png, the picture of the page in the README, of the
-controller at URL."""
+"""`python -m tests.browser.screenshot URL` writes docs/page.png, the README's screenshot of the controller's
+status page at URL."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_BYTES = 200_000
 
 
 def main() -> None:
-    """Write the picture.
+    """Write the screenshot.
 
     Raises:
-        NoBrowserError: there is no browser here.
-        SystemExit: no URL is given, or it is too large for a repository.
+        NoBrowserError: no browser can be installed.
+        SystemExit: no URL is given, or the file is larger than MAX_BYTES.
     """
     if len(sys.argv) != 2:
-        raise SystemExit("expected the address of a controller's page, as `roostream demo` tells it")
+        raise SystemExit("expected the address of a controller's page, as `roostream demo` prints it")
     url, binary = sys.argv[1], chromium.chromium()
     with sync_playwright() as driver:
         browser = driver.chromium.launch(

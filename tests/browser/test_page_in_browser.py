@@ -1,4 +1,4 @@
-"""The controller's page in a real browser, fed by a real controller with the reports of a replayed run."""
+"""The controller's status page in a real browser, served by a real controller with a recorded run's data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>'
 PHONE = {"width": 360, "height": 740}
 
 
-class Opened:
-    """A tab with the page, and what it did that nobody should see."""
+class OpenPage:
+    """A tab with the page; records the console messages and the URLs that the page requests."""
 
     def __init__(self, browser: Any, run: ReplayedRun, prefix: str = "", **options: Any) -> None:
-        """`prefix`: a path that a proxy before the controller removes."""
+        """`prefix` is a path prefix that a proxy in front of the controller removes."""
         self.run, origin = run, run.serve()
         self.url = origin + prefix
         self.context = browser.new_context(
@@ -35,20 +35,22 @@ class Opened:
                 ),
             )
         self.tab = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.tab.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
-        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.console_messages: list[str] = []
+        self.requested_urls: list[str] = []
+        self.tab.on(
+            "console", lambda message: self.console_messages.append(f"{message.type}: {message.text}")
+        )
+        self.tab.on("pageerror", lambda error: self.console_messages.append(str(error)))
+        self.tab.on("request", lambda request: self.requested_urls.append(request.url))
         self.tab.goto(self.url)
         self.wait("document.getElementById('read').textContent.startsWith('read ')")
 
     def wait(self, script: str) -> None:
-        """Until `script` is true; asked from outside, since the page's policy forbids to evaluate text
-        inside."""
+        """Wait until `script` is true. Polls from outside, because the page's content security policy forbids
+        Playwright's `wait_for_function`."""
         deadline_s = time.monotonic() + 15
         while not self.tab.evaluate(script):
-            assert time.monotonic() < deadline_s, f"{script} did not become true; {self.said}"
+            assert time.monotonic() < deadline_s, f"{script} did not become true; {self.console_messages}"
             self.tab.wait_for_timeout(50)
 
     def text(self, selector: str) -> str:
@@ -59,34 +61,36 @@ class Opened:
 
 
 @pytest.fixture(scope="session")
-def finished() -> ReplayedRun:
-    """A run at its end; not to be moved on."""
-    return ReplayedRun().to_the_end()
+def finished_run() -> ReplayedRun:
+    """A run at its end. Tests share it and must not step it."""
+    return ReplayedRun().run_to_end()
 
 
 @pytest.fixture
-def opened(browser: Any, finished: ReplayedRun) -> Iterator[Any]:
-    """Open the page with these options of a browser's context; everything is closed, and must have been
-    quiet."""
-    tabs: list[Opened] = []
+def open_page(browser: Any, finished_run: ReplayedRun) -> Iterator[Any]:
+    """Return a function that opens the page with options of a browser context.
 
-    def open_(run: ReplayedRun | None = None, **options: Any) -> Opened:
-        tabs.append(Opened(browser, run or finished, **options))
+    At the end, all tabs are closed. They must have logged nothing and requested nothing from other servers.
+    """
+    tabs: list[OpenPage] = []
+
+    def open_tab(run: ReplayedRun | None = None, **options: Any) -> OpenPage:
+        tabs.append(OpenPage(browser, run or finished_run, **options))
         return tabs[-1]
 
-    yield open_
+    yield open_tab
     for tab in tabs:
         tab.close()
-        assert [s for s in tab.said if not s.startswith("debug")] == []
-        assert all(url.startswith((tab.url, "data:")) for url in tab.asked), tab.asked
+        assert [s for s in tab.console_messages if not s.startswith("debug")] == []
+        assert all(url.startswith((tab.url, "data:")) for url in tab.requested_urls), tab.requested_urls
 
 
-def test_the_page_shows_state_first_and_history_at_once(opened: Any) -> None:
-    page = opened()
+def test_the_page_shows_state_first_and_history_at_once(open_page: Any) -> None:
+    page = open_page()
     assert page.text("h1") == "Caught up" and "behind by 0 ms" in page.text("#state-more")
     assert "No known problems." in page.text("#wrong")
-    told = page.run.page.status()
-    assert f"{told['reports']['worker 0']['metrics']['ne']:.4f}" in page.text("#now")
+    status = page.run.page.status()
+    assert f"{status['reports']['worker 0']['metrics']['ne']:.4f}" in page.text("#now")
     curve = page.tab.get_attribute("figure:nth-child(2) path.c0", "d")
     assert curve.count("L") >= len(page.run.run) - 2, "every step of the run is in the line"
     assert re.search(
@@ -98,14 +102,14 @@ def test_the_page_shows_state_first_and_history_at_once(opened: Any) -> None:
     )
 
 
-def test_the_page_works_behind_a_proxy_that_removes_a_path_prefix(opened: Any) -> None:
-    page = opened(prefix="ops/loop/")
+def test_the_page_works_behind_a_proxy_that_removes_a_path_prefix(open_page: Any) -> None:
+    page = open_page(prefix="ops/loop/")
     assert page.text("h1") == "Caught up"
     assert page.tab.evaluate("document.querySelector('footer a').href") == f"{page.url}status.json"
 
 
-def test_readers_and_buffers_are_shown(opened: Any) -> None:
-    run = ReplayedRun().to_the_end()
+def test_readers_and_buffers_are_shown(open_page: Any) -> None:
+    run = ReplayedRun().run_to_end()
     lease = {"split": 7, "worker": 0, "position": 0, "reader": HOSTILE, "for_s": 1.0}
     run.controller.readers = lambda: {
         **{
@@ -126,7 +130,7 @@ def test_readers_and_buffers_are_shown(opened: Any) -> None:
         },
         "leases": [lease],
     }
-    rows = [row.split("\t") for row in opened(run).text("#readers-body tbody").strip().split("\n")]
+    rows = [row.split("\t") for row in open_page(run).text("#readers-body tbody").strip().split("\n")]
     assert rows[0][:3] == ["all", "2 connected, 3 wanted (1 to 4); 1 leases expired", "5 requested"]
     assert rows[1][:4] == [
         "buffer of worker 0",
@@ -138,26 +142,26 @@ def test_readers_and_buffers_are_shown(opened: Any) -> None:
     assert ["b:1/y", "has no lease"] in [row[:2] for row in rows[2:]]
 
 
-def test_quality_is_shown_by_window_and_slice_beside_drifted_inputs(opened: Any) -> None:
-    page = opened()
-    told = page.run.page.status()["reports"]["worker 0"]["metrics"]
+def test_quality_is_shown_by_window_and_slice_beside_drifted_inputs(open_page: Any) -> None:
+    page = open_page()
+    metrics = page.run.page.status()["reports"]["worker 0"]["metrics"]
     windows = [row.split("\t") for row in page.text("#windows-body tbody").strip().split("\n")]
     assert [row[0] for row in windows] == ["click, the last hour", "click, the last hour, frozen at 1-2"]
     assert windows[0][2:] == [
-        f"{told[name]:.{n}f}"
+        f"{metrics[name]:.{n}f}"
         for name, n in (("base_rate", 4), ("ne", 4), ("ne", 4), ("auc", 4), ("calibration", 3))
     ]
     slices = page.text("#slices-body tbody").strip().split("\n")
     assert [row.split("\t")[0] for row in slices] == ["surface: article", "surface: front"], (
-        "the larger first"
+        "the larger slice comes first"
     )
     inputs = [row.split("\t") for row in page.text("#drift-body tbody").strip().split("\n")]
     assert inputs[1] == ["feature 19", "0.475, moved", "50.0 %", "100.0 %", "0.020"] and len(inputs) == 14
     assert inputs[-1][:3] == ["new ids of user", "–", "3.1 %"]
 
 
-def test_the_verdict_on_the_model_is_shown_with_each_baseline(opened: Any) -> None:
-    page = opened()
+def test_the_verdict_on_the_model_is_shown_with_each_baseline(open_page: Any) -> None:
+    page = open_page()
     assert page.text("#verdict").startswith("The model is ahead in request AUC: +0.0200 [+0.0100, +0.0300]")
     rows = [row.split("\t") for row in page.text("#baselines-body tbody").strip().split("\n")]
     assert rows == [
@@ -167,17 +171,17 @@ def test_the_verdict_on_the_model_is_shown_with_each_baseline(opened: Any) -> No
     ]
 
 
-def test_the_page_follows_changes_and_announces_only_the_state(opened: Any) -> None:
+def test_the_page_follows_changes_and_announces_only_the_state(open_page: Any) -> None:
     run = ReplayedRun()
     for _ in range(6):
         run.step()
-    page = opened(run)
+    page = open_page(run)
     assert page.text("h1") == "Catching up" and "caught up in about" in page.text("#state-more")
     assert page.tab.eval_on_selector_all("[aria-live]", "all => all.map(e => e.id)") == ["state"]
     points = page.tab.get_attribute("figure:nth-child(2) path.c0", "d").count("L")
     page.tab.focus("#partitions-body .table")
-    run.to_the_end()
-    run.silent = frozenset({"serving"})
+    run.run_to_end()
+    run.silent_programs = frozenset({"serving"})
     run.step()
     page.wait("document.getElementById('state-text').textContent === 'Caught up'")
     page.wait("document.getElementById('wrong').textContent.includes('serving does not answer')")
@@ -192,13 +196,13 @@ def test_the_page_follows_changes_and_announces_only_the_state(opened: Any) -> N
     assert "Unknown" in page.text("#wrong") and "caught up, was catching up" in page.text("#changes-body")
 
 
-def test_an_idle_stream_is_shown_also_on_a_phone(opened: Any) -> None:
-    run = ReplayedRun().to_the_end()
+def test_a_hold_for_an_idle_stream_is_shown_on_a_phone(open_page: Any) -> None:
+    run = ReplayedRun().run_to_end()
     run.hold_idle("nothing to read for 60 s")
     run.step()
-    run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
+    run.gone_members, run.silent_programs = frozenset({("worker", 0)}), frozenset({"worker"})
     run.step()
-    page = opened(run, viewport=PHONE)
+    page = open_page(run, viewport=PHONE)
     assert (
         page.text("h1") == "On hold: nothing to read"
         and page.tab.get_attribute("body", "data-tone") == "good"
@@ -211,23 +215,23 @@ def test_an_idle_stream_is_shown_also_on_a_phone(opened: Any) -> None:
         r"training .*; relative to training: temporary \d+\.\d\d, ", commits
     )
     assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-        "nothing is wider than the phone"
+        "no element is wider than the screen"
     )
 
 
-def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
+def test_progress_of_historical_training_is_shown(open_page: Any) -> None:
     run = ReplayedRun(history=[WorkUnit("samples/0", 0, 40), WorkUnit("samples/1", 0, 10)])
     for _ in range(6):
         run.step(watch=run.watch(20, "initial"))
-    page = opened(run)
+    page = open_page(run)
     assert page.text("h1") == "Training history"
     assert "11 of 50 historical samples committed (22 %), epoch 1 of 1" in page.text("#state-more"), (
-        "5 and 6 offsets"
+        "5 offsets of one partition and 6 of the other"
     )
 
 
-def test_a_page_without_its_controller_shows_the_age_of_its_values(opened: Any) -> None:
-    page = opened()
+def test_a_page_without_its_controller_shows_the_age_of_its_values(open_page: Any) -> None:
+    page = open_page()
     page.context.set_offline(True)
     page.wait("!document.getElementById('old').hidden")
     assert re.search(r"has not answered since \d\d:\d\d:\d\d. ", page.text("#old"))
@@ -237,11 +241,11 @@ def test_a_page_without_its_controller_shows_the_age_of_its_values(opened: Any) 
         "document.getElementById('old').hidden && document.getElementById('state-text').textContent === "
         "'Caught up'"
     )
-    page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
+    page.console_messages = [s for s in page.console_messages if "ERR_INTERNET_DISCONNECTED" not in s]
 
 
-def test_everything_is_reachable_by_keyboard(opened: Any) -> None:
-    page = opened()
+def test_everything_is_reachable_by_keyboard(open_page: Any) -> None:
+    page = open_page()
     press = page.tab.keyboard.press
     seen = []
     for _ in range(12):
@@ -255,7 +259,7 @@ def test_everything_is_reachable_by_keyboard(opened: Any) -> None:
         and "Numbers" in seen[10]
     )
     outline = page.tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid", "where the focus is can be seen"
+    assert outline == "solid", "the focused element has a visible outline"
     page.tab.focus("#span input")
     press("ArrowRight")
     press("ArrowRight")
@@ -269,8 +273,8 @@ def test_everything_is_reachable_by_keyboard(opened: Any) -> None:
     assert page.tab.evaluate("document.activeElement.id") == "main"
 
 
-def test_a_phone_scrolls_in_one_direction(opened: Any) -> None:
-    page = opened(viewport=PHONE, has_touch=True, is_mobile=True)
+def test_the_page_fits_the_width_of_a_phone(open_page: Any) -> None:
+    page = open_page(viewport=PHONE, has_touch=True, is_mobile=True)
     assert page.tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     assert (
         page.tab.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < PHONE["height"] / 2
@@ -282,18 +286,18 @@ def test_a_phone_scrolls_in_one_direction(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_in_the_way_of_anyone(opened: Any, scheme: str) -> None:
+def test_the_page_is_accessible(open_page: Any, scheme: str) -> None:
     run = ReplayedRun()
-    run.silent = frozenset({"joiner"})
+    run.silent_programs = frozenset({"joiner"})
     for _ in range(6):
         run.step(leaving=True)
-    page = opened(run, color_scheme=scheme)
+    page = open_page(run, color_scheme=scheme)
     page.tab.click("figure:first-child summary")
     chromium.assert_accessible(page.tab, scheme)
 
 
-def test_the_layout_does_not_shift(opened: Any) -> None:
-    page = opened(ReplayedRun().to_the_end())
+def test_the_layout_does_not_shift(open_page: Any) -> None:
+    page = open_page(ReplayedRun().run_to_end())
     script = """() => new Promise(done => { let sum = 0;
         new PerformanceObserver(list => { for (const e of list.getEntries()) sum += e.value; })
             .observe({type: 'layout-shift'});
@@ -302,12 +306,12 @@ def test_the_layout_does_not_shift(opened: Any) -> None:
     assert page.tab.evaluate(script) < 0.02
 
 
-def test_hostile_names_are_text_and_nothing_else(opened: Any) -> None:
+def test_markup_in_names_is_shown_as_text(open_page: Any) -> None:
     run = ReplayedRun()
     for _ in range(4):
         run.step()
     row = {"topic": HOSTILE, "partition": 0, "state": HOSTILE, "reason": HOSTILE}
     run.step(broken=HOSTILE, watch={"state": HOSTILE, "reason": HOSTILE, "partitions": [row]})
-    page = opened(run)
+    page = open_page(run)
     assert HOSTILE in page.text("#partitions-body") and HOSTILE in page.text("#changes-body")
     assert page.tab.evaluate("window.hurt === undefined && !document.querySelector('main img, main script')")

@@ -1,4 +1,4 @@
-"""Serving's front page in a real browser, over a live serving of which only the outside is faked."""
+"""Serving's front page in a real browser, over a real serving with fake rows and fake online features."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from roostream.wire.records import decode
 from serving.access.bearer_keys import Keyring, new_key, write_keys
 from serving.rank_json import JsonParser
 from tests.browser import chromium
-from tests.serving.live_serving import serving_live
-from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from tests.serving.live_serving import run_live_serving
+from tests.serving.serving_cases import (
+    BODY,
+    NOW_MS,
+    SCHEMA,
+    InProcessServing,
+    build_serving,
+    serve_random_weights,
+)
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 PHONE = {"width": 360, "height": 740}
 HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>'
 
 
-class Shown:
-    """A tab with the page, and what it did that nobody should see."""
+class OpenPage:
+    """A tab with the page; records the console messages and the URLs that the page requests."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
@@ -33,67 +40,70 @@ class Shown:
             **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
         )
         self.tab = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.tab.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
-        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.console_messages: list[str] = []
+        self.requested_urls: list[str] = []
+        self.tab.on(
+            "console", lambda message: self.console_messages.append(f"{message.type}: {message.text}")
+        )
+        self.tab.on("pageerror", lambda error: self.console_messages.append(str(error)))
+        self.tab.on("request", lambda request: self.requested_urls.append(request.url))
         self.tab.goto(url)
         self.wait("document.getElementById('state-text').textContent !== 'Loading'")
 
     def wait(self, script: str) -> None:
-        """Until `script` is true."""
+        """Wait until `script` is true."""
         deadline_s = time.monotonic() + 30
         while not self.tab.evaluate(script):
-            assert time.monotonic() < deadline_s, f"{script} did not become true; {self.said}"
+            assert time.monotonic() < deadline_s, f"{script} did not become true; {self.console_messages}"
             self.tab.wait_for_timeout(50)
 
     def text(self, selector: str) -> str:
         return self.tab.inner_text(selector)
 
     def rank(self, body: Any) -> None:
-        """By hand, and wait for what comes of it."""
+        """Fill in a request by hand, send it and wait for the answer or the error."""
         self.tab.fill("#body", body if isinstance(body, str) else json.dumps(body))
         self.tab.click("#rank")
         self.wait("!document.getElementById('rank').hasAttribute('aria-disabled')")
 
 
 @pytest.fixture
-def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """Open the page over a serving with these parts; everything is closed, and must have been quiet."""
-    tabs: list[Shown] = []
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Start a serving program and return a function that opens its page, `with_keys` if access needs a key.
 
-    def change(built: Built, **parts: Any) -> Built:
-        return Built(dataclasses.replace(built.context, **parts), built.waiting_for)
+    At the end, all tabs are closed. They must have logged nothing but refused requests and requested nothing
+    from other servers.
+    """
+    tabs: list[OpenPage] = []
+
+    def change(serving: InProcessServing, **parts: Any) -> InProcessServing:
+        return InProcessServing(dataclasses.replace(serving.context, **parts), serving.waiting_for)
 
     settings: dict[str, Any] = {"status_page": "http://127.0.0.1:1/", "join_window_ms": 20_000}
-    built = build(tmp_path, FakeRows(SCHEMA), hydrator := FakeHydrator(), **settings)
-    built.service.on_scored = built.context.recent.add
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), hydrator := FakeHydrator(), **settings)
+    serving.service.on_scored = serving.context.recent.add
     text, key = new_key("page", ["rank", "engage"], 0)
     write_keys(tmp_path / "keys.json", [key])
-    keyed: list[str] = []
 
-    def open_(with_keys: bool = False, **options: Any) -> Shown:
+    def open_tab(with_keys: bool = False, **options: Any) -> OpenPage:
         if with_keys:
-            keyed.append(text)
-            app.context = change(built, keys=Keyring(tmp_path / "keys.json")).context
-        tabs.append(Shown(browser, live.url, **options))
+            app.context = change(serving, keys=Keyring(tmp_path / "keys.json")).context
+        tabs.append(OpenPage(browser, live.url, **options))
         return tabs[-1]
 
-    open_.key, open_.built, open_.hydrator = text, built, hydrator  # type: ignore[attr-defined]
-    with serving_live(built) as live:
+    open_tab.key, open_tab.serving, open_tab.hydrator = text, serving, hydrator  # type: ignore[attr-defined]
+    with run_live_serving(serving) as live:
         app = live.app
-        yield open_
+        yield open_tab
         for tab in tabs:
             tab.context.close()
     for tab in tabs:
-        refused = [s for s in tab.said if "status of 4" not in s]
-        assert refused == []
-        assert all(url.startswith((tab.url, "data:")) for url in tab.asked), tab.asked
+        assert [s for s in tab.console_messages if "status of 4" not in s] == []
+        assert all(url.startswith((tab.url, "data:")) for url in tab.requested_urls), tab.requested_urls
 
 
-def test_the_serving_page_shows_what_is_served_and_links(shown: Any) -> None:
-    page = shown()
+def test_the_serving_page_shows_what_is_served_and_links(open_page: Any) -> None:
+    page = open_page()
     page.wait("document.querySelectorAll('#now dd').length > 5")
     assert page.text("h1") == "Ready" and page.tab.get_attribute("body", "data-tone") == "good"
     now = page.text("#now")
@@ -110,20 +120,22 @@ def test_the_serving_page_shows_what_is_served_and_links(shown: Any) -> None:
     assert page.tab.eval_on_selector_all("[aria-live]", "all => all.map(e => e.id)") == ["state"]
 
 
-def test_missing_parts_are_shown_first(shown: Any) -> None:
-    shown.built.waiting_for.append("rows of the shards")
-    page = shown()
+def test_the_page_shows_what_serving_waits_for(open_page: Any) -> None:
+    open_page.serving.waiting_for.append("rows of the shards")
+    page = open_page()
     assert page.text("h1") == "Not ready" and "waiting for rows of the shards" in page.text("#state-more")
     assert page.tab.get_attribute("body", "data-tone") == "warning"
 
 
-def test_the_example_is_there_to_be_ranked_and_each_score_is_explained(shown: Any) -> None:
-    learn(shown.built)
-    page = shown()
+def test_the_example_request_is_ranked_and_each_score_is_explained(open_page: Any) -> None:
+    serve_random_weights(open_page.serving)
+    page = open_page()
     page.wait("document.getElementById('body').value !== ''")
     page.tab.click("#rank")
     page.wait("document.querySelectorAll('.candidate').length === 2")
-    assert page.text("#said") == "ranked 2 candidates" and shown.built.records() == [], "nothing is logged"
+    assert page.text("#said") == "ranked 2 candidates" and open_page.serving.records() == [], (
+        "nothing is logged"
+    )
     page.rank(BODY)
     page.wait("document.querySelectorAll('.candidate').length === 3")
     first = page.text(".candidate:first-child")
@@ -135,13 +147,15 @@ def test_the_example_is_there_to_be_ranked_and_each_score_is_explained(shown: An
         "–",
     ]
     sizes = [abs(float(row[3].replace("−", "-").replace("+", ""))) for row in rows if row[3] != "–"]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1], "what matters most comes first"
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1], (
+        "the most important feature comes first"
+    )
     page.tab.click(".candidate:last-child summary")
     assert page.tab.is_visible(".candidate:last-child table")
 
 
-def test_a_refusal_names_the_field(shown: Any) -> None:
-    page = shown()
+def test_a_refusal_names_the_field(open_page: Any) -> None:
+    page = open_page()
     page.rank({**BODY, "ro": {"hours": 1}})
     assert "did you mean 'hour'" in page.text("#refused") and "$.ro.hours" in page.text("#refused")
     page.rank("{")
@@ -152,10 +166,10 @@ def test_a_refusal_names_the_field(shown: Any) -> None:
     assert page.text("#refused") == ""
 
 
-def test_the_page_asks_for_a_key_if_serving_requires_one(shown: Any) -> None:
-    page = shown(with_keys=True)
+def test_the_page_asks_for_a_key_if_serving_requires_one(open_page: Any) -> None:
+    page = open_page(with_keys=True)
     assert page.text("h1") == "Unknown" and page.tab.is_visible("#key")
-    page.tab.fill("#key", shown.key)
+    page.tab.fill("#key", open_page.key)
     page.tab.keyboard.press("Enter")
     page.wait("document.getElementById('state-text').textContent === 'Ready'")
     page.rank(BODY)
@@ -163,8 +177,8 @@ def test_the_page_asks_for_a_key_if_serving_requires_one(shown: Any) -> None:
     assert page.tab.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
 
 
-def test_everything_is_reachable_by_keyboard(shown: Any) -> None:
-    page = shown()
+def test_everything_is_reachable_by_keyboard(open_page: Any) -> None:
+    page = open_page()
     page.wait(
         "document.querySelectorAll('#links a').length === 4 && document.getElementById('body').value !== ''"
     )
@@ -196,8 +210,8 @@ def test_everything_is_reachable_by_keyboard(shown: Any) -> None:
     assert page.tab.evaluate("document.activeElement.id") == "main"
 
 
-def test_a_phone_scrolls_in_one_direction(shown: Any) -> None:
-    page = shown(viewport=PHONE, has_touch=True, is_mobile=True)
+def test_the_page_fits_the_width_of_a_phone(open_page: Any) -> None:
+    page = open_page(viewport=PHONE, has_touch=True, is_mobile=True)
     page.rank(BODY)
     assert page.tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     size = page.tab.eval_on_selector_all(
@@ -208,8 +222,8 @@ def test_a_phone_scrolls_in_one_direction(shown: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_in_the_way_of_anyone(shown: Any, scheme: str) -> None:
-    page = shown(color_scheme=scheme)
+def test_the_page_is_accessible(open_page: Any, scheme: str) -> None:
+    page = open_page(color_scheme=scheme)
     page.rank(BODY)
     page.tab.fill("#body", "{")
     page.tab.click("#rank")
@@ -217,8 +231,8 @@ def test_nothing_is_in_the_way_of_anyone(shown: Any, scheme: str) -> None:
     chromium.assert_accessible(page.tab, scheme)
 
 
-def test_hostile_names_are_text_and_nothing_else(shown: Any) -> None:
-    page = shown()
+def test_markup_in_names_is_shown_as_text(open_page: Any) -> None:
+    page = open_page()
     page.rank({"candidates": [{"item_id": HOSTILE}, {"item_id": 2}]})
     page.wait("document.querySelectorAll('.candidate').length === 2")
     assert HOSTILE in page.text("#answer")
@@ -227,8 +241,8 @@ def test_hostile_names_are_text_and_nothing_else(shown: Any) -> None:
     assert page.tab.evaluate("window.hurt === undefined && !document.querySelector('main img, main script')")
 
 
-def test_the_page_reports_an_unreachable_server(shown: Any) -> None:
-    page = shown()
+def test_the_page_reports_an_unreachable_server(open_page: Any) -> None:
+    page = open_page()
     page.wait("document.getElementById('read').textContent !== ''")
     page.context.set_offline(True)
     page.tab.evaluate("document.getElementById('who').requestSubmit()")
@@ -239,89 +253,90 @@ def test_the_page_reports_an_unreachable_server(shown: Any) -> None:
     page.context.set_offline(False)
     page.tab.evaluate("document.getElementById('who').requestSubmit()")
     page.wait("document.getElementById('state-text').textContent === 'Ready'")
-    page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
+    page.console_messages = [s for s in page.console_messages if "ERR_INTERNET_DISCONNECTED" not in s]
 
 
-def shop(shown: Any, **options: Any) -> Shown:
-    """The page with a list of twelve items in four kinds, which another client ranked."""
-    learn(shown.built)
+def open_live_list(open_page: Any, **options: Any) -> OpenPage:
+    """Open the page with its live list: twelve items of four kinds that another client had ranked."""
+    serve_random_weights(open_page.serving)
     candidates = [{"item_id": 100 + i, "nro": {"topics": [1 + i % 4], "age_h": i}} for i in range(12)]
-    request = shown.built.service.rank
     body = {"user_id": 9, "ro": {"user": [9]}, "candidates": candidates}
-    request(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS)
-    page = shown(**options)
+    open_page.serving.service.rank(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS)
+    page = open_page(**options)
     page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 12")
     return page
 
 
-def order(page: Shown) -> list[str]:
+def item_order(page: OpenPage) -> list[str]:
     return page.tab.eval_on_selector_all(".story .name", "all => all.map(e => e.textContent)")
 
 
-def other_order(before: list[str]) -> str:
-    """Script: whether the items are in another order."""
+def order_changed_script(before: list[str]) -> str:
+    """Return a script that tells whether the order of the items differs from `before`."""
     names = "[...document.querySelectorAll('.story .name')].map(e => e.textContent).join()"
     return f"{names} !== {json.dumps(','.join(before))}"
 
 
-def logged(built: Built) -> list[tuple[str, int, str]]:
-    """(request id, user, action or "") of each record of the log."""
-    messages = [decode(record.value)[1] for record in built.records()]
+def logged_records(serving: InProcessServing) -> list[tuple[str, int, str]]:
+    """Return (request id, user id, action or "") of each record that serving logged."""
+    messages = [decode(record.value)[1] for record in serving.records()]
     return [(m.header.request_id, m.header.user_id, getattr(m, "action", "")) for m in messages]
 
 
-def click(page: Shown, name: str) -> None:
+def click_item(page: OpenPage, name: str) -> None:
     page.tab.click(f".story:has-text('{name}') .pick")
     page.wait("document.querySelectorAll('#stages li').length === 4")
 
 
-def test_the_list_is_in_the_served_order_and_looking_at_it_logs_nothing(shown: Any) -> None:
-    page = shop(shown)
-    assert shown.built.records() == []
+def test_the_list_is_in_the_served_order_and_looking_at_it_logs_nothing(open_page: Any) -> None:
+    page = open_live_list(open_page)
+    assert open_page.serving.records() == []
     scores = [
         float(text)
         for text in page.tab.eval_on_selector_all(".score", "all => all.slice(0, 12).map(e => e.textContent)")
     ]
-    assert scores == sorted(scores, reverse=True) and len(set(scores)) > 1 and len(set(order(page))) == 12
+    assert (
+        scores == sorted(scores, reverse=True) and len(set(scores)) > 1 and len(set(item_order(page))) == 12
+    )
     assert page.text("#stages") == "Nothing is logged until you click."
     rows = page.text("#why-table tbody").split("\n")
     assert len(rows) > 5 and any("topics" in row for row in rows), rows
     page.tab.click(".story:last-child .why")
-    assert order(page)[-1] in page.text("#why-title")
+    assert item_order(page)[-1] in page.text("#why-title")
 
 
-def test_a_click_is_logged_as_a_clients_and_its_features_change_the_order(shown: Any) -> None:
-    page = shop(shown)
+def test_a_click_is_logged_like_a_clients_and_updated_features_change_the_order(open_page: Any) -> None:
+    page = open_live_list(open_page)
     page.tab.fill("#user", "17")
     page.tab.keyboard.press("Enter")
-    before = order(page)
-    click(page, name := before[7])
-    ((request, user, _), (other, same, action)) = logged(shown.built)
+    before = item_order(page)
+    click_item(page, name := before[7])
+    ((request, user, _), (other, same, action)) = logged_records(open_page.serving)
     assert request == other and request.startswith("page-") and user == same == 17 and action == "click"
     page.wait("document.getElementById('verdict').textContent.includes('features')")
     assert "waiting" in page.text("#stages") and "closes in 20 s" in page.text("#stages")
     item = int(name.split()[1])
-    shown.hydrator.ro = {"history": {"item": [item], "action": [1], "time": [NOW_MS]}}
+    open_page.hydrator.ro = {"history": {"item": [item], "action": [1], "time": [NOW_MS]}}
     page.wait("document.querySelectorAll('#stages .done').length === 2")
     assert "history" in page.text("#stages .done:nth-child(2)")
-    page.wait(f"document.querySelectorAll('.moved:not(:empty)').length > 1 && {other_order(before)}")
+    page.wait(f"document.querySelectorAll('.moved:not(:empty)').length > 1 && {order_changed_script(before)}")
     assert re.search(r"features [+−]0\.\d{3}", page.text("#cards")) and "training" not in page.text("#cards")
     assert "training" in (verdict := page.text("#verdict")) and "not joined yet" in verdict
     page.tab.click(f".story:has-text('{name}') .why")
     history = next(row for row in page.text("#why-table tbody").split("\n") if row.startswith("history"))
-    assert history.split("\t")[1:3] == ["missing", name], "at the click, and now"
+    assert history.split("\t")[1:3] == ["missing", name], "values at the time of the click, and now"
 
 
-def test_training_is_named_as_the_cause_and_a_trained_click_is_shown(shown: Any) -> None:
-    page = shop(shown)
-    click(page, order(page)[3])
-    learn(shown.built, seed=2)
+def test_training_is_named_as_the_cause_and_a_trained_click_is_shown(open_page: Any) -> None:
+    page = open_live_list(open_page)
+    click_item(page, item_order(page)[3])
+    serve_random_weights(open_page.serving, seed=2)
     page.wait("/training [+−]0/.test(document.getElementById('cards').textContent)")
     assert "features" not in page.text("#cards") and "not joined yet" in page.text("#verdict")
-    shown.built.context.watermark.clock.advance(21.0)
+    open_page.serving.context.watermark.clock.advance(21.0)
     page.wait("document.querySelectorAll('#stages .done').length === 2")
     assert "perhaps yours" in page.text("#verdict")
-    versions = shown.built.service.versions
+    versions = open_page.serving.service.versions
     versions.install(versions.newest, NOW_MS + 22_000, NOW_MS + 20_500)
     page.wait("document.querySelectorAll('#stages .done').length === 3")
     assert "version 1-9" in page.text("#stages .done:last-child") and "of yours" in page.text("#verdict")
@@ -329,31 +344,31 @@ def test_training_is_named_as_the_cause_and_a_trained_click_is_shown(shown: Any)
 
 
 @pytest.mark.slow
-def test_the_focus_stays_on_a_card_that_moves(shown: Any) -> None:
-    page = shop(shown)
-    name = order(page)[-1]
+def test_the_focus_stays_on_a_card_that_moves(open_page: Any) -> None:
+    page = open_live_list(open_page)
+    name = item_order(page)[-1]
     page.tab.focus(f".story:has-text('{name}') .pick")
-    before = order(page)
+    before = item_order(page)
     page.tab.keyboard.press("Enter")
-    learn(shown.built, seed=3)
-    page.wait(other_order(before))
+    serve_random_weights(open_page.serving, seed=3)
+    page.wait(order_changed_script(before))
     assert name in page.tab.evaluate("document.activeElement.textContent"), "the focus moved with its card"
 
 
 @pytest.mark.slow
-def test_a_paused_list_stands_still(shown: Any) -> None:
-    page = shop(shown)
+def test_a_paused_list_sends_no_requests(open_page: Any) -> None:
+    page = open_live_list(open_page)
     page.tab.click("#pause")
     assert page.tab.get_attribute("#pause", "aria-pressed") == "true"
     page.tab.wait_for_timeout(300)
-    num_asked = len([url for url in page.asked if url.endswith("/v1/explain")])
+    num_asked = len([url for url in page.requested_urls if url.endswith("/v1/explain")])
     page.tab.wait_for_timeout(1500)
-    assert len([url for url in page.asked if url.endswith("/v1/explain")]) == num_asked
+    assert len([url for url in page.requested_urls if url.endswith("/v1/explain")]) == num_asked
 
 
 @pytest.mark.slow
-def test_a_visitor_can_be_another_user_and_see_other_items(shown: Any) -> None:
-    page = shop(shown)
+def test_a_visitor_can_be_another_user_and_see_other_items(open_page: Any) -> None:
+    page = open_live_list(open_page)
     first = page.tab.input_value("#user")
     page.tab.click("#guest")
     assert page.tab.input_value("#user") != first and page.tab.input_value("#user").startswith("guest-")
@@ -366,24 +381,24 @@ def test_a_visitor_can_be_another_user_and_see_other_items(shown: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_live_list_needs_a_key_if_serving_requires_one(shown: Any) -> None:
-    learn(shown.built)
-    shown.built.service.rank(JsonParser(SCHEMA).parse(json.dumps(BODY).encode()), NOW_MS)
-    page = shown(with_keys=True)
+def test_the_live_list_needs_a_key_if_serving_requires_one(open_page: Any) -> None:
+    serve_random_weights(open_page.serving)
+    open_page.serving.service.rank(JsonParser(SCHEMA).parse(json.dumps(BODY).encode()), NOW_MS)
+    page = open_page(with_keys=True)
     assert not page.tab.is_visible("#shop")
-    page.tab.fill("#key", shown.key)
+    page.tab.fill("#key", open_page.key)
     page.tab.keyboard.press("Enter")
     page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 3")
-    click(page, order(page)[1])
-    assert [action for *_, action in logged(shown.built)] == ["", "click"]
+    click_item(page, item_order(page)[1])
+    assert [action for *_, action in logged_records(open_page.serving)] == ["", "click"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"color_scheme": "light"}, {"color_scheme": "dark", "viewport": PHONE}])
-def test_the_live_list_is_in_nobodys_way(shown: Any, options: dict[str, Any]) -> None:
-    page = shop(shown, **options)
-    click(page, order(page)[2])
-    shown.hydrator.ro = {"history": {"item": [100], "action": [1], "time": [NOW_MS]}}
+def test_the_live_list_is_accessible(open_page: Any, options: dict[str, Any]) -> None:
+    page = open_live_list(open_page, **options)
+    click_item(page, item_order(page)[2])
+    open_page.hydrator.ro = {"history": {"item": [100], "action": [1], "time": [NOW_MS]}}
     page.wait("document.querySelectorAll('#stages .done').length === 2")
     assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     chromium.assert_accessible(page.tab, options["color_scheme"])
@@ -393,8 +408,8 @@ def test_the_live_list_is_in_nobodys_way(shown: Any, options: dict[str, Any]) ->
 def test_the_documentation_pages_work_offline_and_send_an_example(
     browser: Any, tmp_path: Path, prefix: str
 ) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    with serving_live(built) as live:
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    with run_live_serving(serving) as live:
         context, url = browser.new_context(), live.url + prefix
 
         def forward(route: Any) -> None:
@@ -406,10 +421,10 @@ def test_the_documentation_pages_work_offline_and_send_an_example(
 
         if prefix:
             context.route(f"{live.url}/**", forward)
-        tab, said, asked = context.new_page(), list[str](), list[str]()
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
+        tab, console_messages, requested_urls = context.new_page(), list[str](), list[str]()
+        tab.on("console", lambda message: console_messages.append(message.text))
+        tab.on("pageerror", lambda error: console_messages.append(str(error)))
+        tab.on("request", lambda request: requested_urls.append(request.url))
         tab.goto(f"{url}/")
         tab.locator("#now dd").nth(5).wait_for()
         tab.click("#links a >> text=API")
@@ -418,10 +433,12 @@ def test_the_documentation_pages_work_offline_and_send_an_example(
         tab.click(f"{rank} .try-out__btn")
         tab.click(f"{rank} .execute")
         status = tab.inner_text(f"{rank} table.live-responses-table tr.response .response-col_status")
-        assert status.startswith("200") and len(built.records()) == 1
+        assert status.startswith("200") and len(serving.records()) == 1
         tab.goto(f"{url}/redoc")
         tab.wait_for_selector("h1:has-text('Roostream serving')")
         context.close()
-        assert [text for text in said if "redoc/logo" not in text] == [], "Redoc's logo is blocked"
-        loaded = [one for one in asked if "redoc/logo" not in one]
-        assert all(one.startswith((f"{url}/", "data:", "blob:")) for one in loaded), loaded
+        assert [text for text in console_messages if "redoc/logo" not in text] == [], (
+            "Redoc's logo is blocked"
+        )
+        loaded = [url_ for url_ in requested_urls if "redoc/logo" not in url_]
+        assert all(url_.startswith((f"{url}/", "data:", "blob:")) for url_ in loaded), loaded

@@ -1,5 +1,5 @@
-"""A collector of OpenTelemetry's protocol (OTLP over HTTP, protobuf), which its own messages read; it keeps
-all spans."""
+"""A fake OpenTelemetry collector (OTLP over HTTP, protobuf). It parses requests with OpenTelemetry's own
+messages and keeps all spans."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 KINDS = {Span.SPAN_KIND_SERVER: "server", Span.SPAN_KIND_CONSUMER: "consumer"}
 
 
-class Told(NamedTuple):
-    service: str  # `service.name` of the program that told it
+class ReceivedSpan(NamedTuple):
+    service: str  # `service.name` of the program that sent it
     scope: str  # the tracer's name
     name: str
     kind: str
@@ -28,11 +28,11 @@ class Told(NamedTuple):
 
 
 class Collector:
-    """`with Collector() as collector:` — `url` is what OTEL_EXPORTER_OTLP_ENDPOINT is set to."""
+    """The collector, a context manager. Set OTEL_EXPORTER_OTLP_ENDPOINT to its `url`."""
 
     def __init__(self) -> None:
-        self.told: list[Told] = []
-        kept = self.told
+        self.spans: list[ReceivedSpan] = []
+        received = self.spans
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -42,7 +42,7 @@ class Collector:
                     "/v1/traces",
                     "application/x-protobuf",
                 ), self.path
-                kept.extend(_spans(service.ExportTraceServiceRequest.FromString(body)))
+                received.extend(_spans(service.ExportTraceServiceRequest.FromString(body)))
                 answer = service.ExportTraceServiceResponse().SerializeToString()
                 self.send_response(200)
                 self.send_header("content-type", "application/x-protobuf")
@@ -51,7 +51,7 @@ class Collector:
                 self.wfile.write(answer)
 
             def log_message(self, *args: object) -> None:
-                """Nobody reads it."""
+                """Do not log requests."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -64,19 +64,21 @@ class Collector:
         self._server.shutdown()
         self._server.server_close()
 
-    def of(self, trace: str) -> list[Told]:
-        """Spans of a trace, each below the one before it: a chain that forks or lacks a span is told."""
-        left = {span.parent: span for span in self.told if span.trace == trace}
-        assert len(left) == sum(span.trace == trace for span in self.told), "two stand below the same span"
-        (first,) = {span.parent for span in left.values()} - {span.span for span in left.values()}
-        chain: list[Told] = []
-        while (found := left.pop(chain[-1].span if chain else first, None)) is not None:
+    def of(self, trace: str) -> list[ReceivedSpan]:
+        """Return the spans of a trace, each the parent of the next. Fails if they are not such a chain."""
+        span_by_parent = {span.parent: span for span in self.spans if span.trace == trace}
+        spans = list(span_by_parent.values())
+        num_spans = sum(span.trace == trace for span in self.spans)
+        assert len(spans) == num_spans, "two spans have the same parent"
+        (first,) = {span.parent for span in spans} - {span.span for span in spans}
+        chain: list[ReceivedSpan] = []
+        while (found := span_by_parent.pop(chain[-1].span if chain else first, None)) is not None:
             chain.append(found)
-        assert not left
+        assert not span_by_parent
         return chain
 
 
-def _spans(request: service.ExportTraceServiceRequest) -> list[Told]:
+def _spans(request: service.ExportTraceServiceRequest) -> list[ReceivedSpan]:
     found = []
     for resource in request.resource_spans:
         about = _plain(resource.resource.attributes)
@@ -85,7 +87,7 @@ def _spans(request: service.ExportTraceServiceRequest) -> list[Told]:
                 ids = (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex())
                 times = (span.start_time_unix_nano, span.end_time_unix_nano)
                 named = (about["service.name"], scope.scope.name, span.name, KINDS[span.kind])
-                found.append(Told(*named, *ids, *times, _plain(span.attributes)))
+                found.append(ReceivedSpan(*named, *ids, *times, _plain(span.attributes)))
     return found
 
 

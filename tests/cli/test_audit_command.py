@@ -1,4 +1,4 @@
-"""`roostream audit`: what it says without a Kafka; with one, see tests/e2e."""
+"""`roostream audit`, mostly without a Kafka broker; tests/e2e has tests of audits over a running stack."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from roostream.wire.records import Record
 from tests.infra.auditor.test_auditor import KEY, T0, traffic
 
 
-def test_a_folder_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_stack_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="--kafka HOST:PORT, or another --home"):
         audit_command.run(tmp_path, None, False)
 
 
-def test_a_kafka_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
+def test_a_kafka_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", start_timeout_s=0.0), False)
 
@@ -54,7 +54,7 @@ def test_the_broker_of_a_stack_that_runs_is_not_started_again(tmp_path: Path) ->
 
 
 def test_a_correction_with_the_time_of_the_broker_settles_an_event_of_a_replayed_log(tmp_path: Path) -> None:
-    """The log is years old, and hours long."""
+    """The events of a replayed log are years old, but the correction has the broker's current time."""
     with Stack(tmp_path, StackOptions(replay=True)) as stack:
         described = stack.home.read_stack()
     assert described is not None
@@ -92,7 +92,7 @@ def test_a_running_or_stopped_stack_can_be_audited(
     lost = 3
     with Stack(
         tmp_path, StackOptions(prefix="im", replay=True)
-    ) as stack:  # also the beginning of a topic's name
+    ) as stack:  # the prefix is also the beginning of the topic name "impressions"
         stack.start(["kafka"])
         stack.wait_ready("kafka", 120)
         client = clients.producer(Broker(stack.endpoints.kafka))

@@ -1,4 +1,5 @@
-"""The command line: help everywhere, and one sentence for every mistake."""
+"""The command line: every command has a help text, and every mistake of a user is reported in one
+sentence."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from roostream.cli import reference_pages
 from roostream.cli.main import SECTIONS, cli, main
 from roostream.errors import SetupError
 
-LEAVES = {tuple(path.split()): command for path, command in reference_pages.commands(cli)}
-"""Every command that is not a group, by its words."""
+COMMANDS = {tuple(path.split()): command for path, command in reference_pages.commands(cli)}
+"""Every command that is not a group, by the words of its path."""
 
 
 def test_every_command_and_group_helps_with_an_example() -> None:
-    for words in sorted({leaf[:n] for leaf in LEAVES for n in range(len(leaf) + 1)}):
+    for words in sorted({leaf[:n] for leaf in COMMANDS for n in range(len(leaf) + 1)}):
         result = CliRunner().invoke(cli, [*words, "--help"])
         assert result.exit_code == 0, words
         assert "roostream" in result.output.partition("Example:\n")[2], words
@@ -34,7 +35,7 @@ def test_the_help_lists_the_commands_of_each_section_once() -> None:
     listed = re.findall(r"^  ([a-z-]+) ", output.split("Start:")[1], re.MULTILINE)
     assert listed == [name for names in SECTIONS.values() for name in names]
     hidden = {"bench", "next-item", "prepare"}
-    assert set(listed) | hidden == {words[0] for words in LEAVES} and len(listed) == len(set(listed))
+    assert set(listed) | hidden == {words[0] for words in COMMANDS} and len(listed) == len(set(listed))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -58,7 +59,8 @@ def test_a_completion_script_asks_the_command_for_words(shell: str) -> None:
 def roostream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs the console entry point in a directory of its own; returns the exit code and stderr."""
+    """A function that runs the console entry point in a temporary directory and returns exit code and
+    stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str | Path) -> tuple[int, str]:
@@ -71,7 +73,7 @@ def roostream(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("worker", "--config", "no.toml"), "error: no.toml: no such file; check the path"),
         (("status", "--home", "no-home"), "roostream up"),
@@ -87,39 +89,41 @@ def roostream(
     ],
     ids=lambda v: " ".join(v[:2]) if isinstance(v, tuple) else "",
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    arguments: tuple[str, ...], said: str, roostream: Callable[..., tuple[int, str]]
+def test_a_mistake_is_reported_in_one_sentence_with_exit_code_2(
+    arguments: tuple[str, ...], message: str, roostream: Callable[..., tuple[int, str]]
 ) -> None:
     code, error = roostream(*arguments)
     assert code == 2
-    assert said in error
+    assert message in error
     assert "Traceback" not in error
     assert len(error.strip().splitlines()) == 1
 
 
 VALID_WITHOUT_FILES = {"demo", "up", "prepare", "bench", "completion", "init", "checkpoint init", "plan"}
-"""Commands for which nothing below is a mistake; `demo` and `up` would start a stack."""
+"""Commands that accept absent files; `demo` and `up` would start a stack."""
 
 
 def with_absent_files(command: click.Command) -> list[str]:
-    """Arguments that name files, a home and ids that do not exist."""
-    given = []
+    """Return arguments for `command` that name files, a home and ids that do not exist."""
+    arguments = []
     for p in command.get_params(click.Context(command)):
         if isinstance(p, click.Argument):
-            given.append("absent")
+            arguments.append("absent")
         elif p.name == "home":
-            given += ["--home", "no-home"]
+            arguments += ["--home", "no-home"]
         elif p.required:
-            given += [p.opts[0], "absent" if p.type.name in ("text", "path") else "7"]
-    return given
+            arguments += [p.opts[0], "absent" if p.type.name in ("text", "path") else "7"]
+    return arguments
 
 
-@pytest.mark.parametrize("path", [p for p in LEAVES if " ".join(p) not in VALID_WITHOUT_FILES], ids=" ".join)
-def test_absent_files_and_homes_end_every_command_in_a_sentence(
+@pytest.mark.parametrize(
+    "path", [p for p in COMMANDS if " ".join(p) not in VALID_WITHOUT_FILES], ids=" ".join
+)
+def test_every_command_reports_absent_files_and_homes_without_a_traceback(
     path: tuple[str, ...], roostream: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    code, error = roostream(*path, *with_absent_files(LEAVES[path]))
+    code, error = roostream(*path, *with_absent_files(COMMANDS[path]))
     assert code != 0 and error.strip()
     assert "Traceback" not in error
 
@@ -138,7 +142,7 @@ def test_ctrl_c_while_modules_are_imported_ends_quietly() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_an_account_that_can_cache_no_kernel_is_told_what_to_set(tmp_path: Path) -> None:
+def test_an_unwritable_kernel_cache_is_reported_with_the_variable_to_set(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "roostream.cli.main", "inspect", "table", "warehouse")
     cache = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": "/proc/nowhere"}
     environment = {**os.environ, **cache}
@@ -155,11 +159,11 @@ def test_a_wrong_log_level_starts_nothing(
     assert code == 2 and "did you mean 'DEBUG'" in error and not Path("h").exists()
 
 
-def test_a_home_or_a_java_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unusable_home_or_java_is_reported_in_one_sentence(tmp_path: Path) -> None:
     old = tmp_path / "java"
     old.write_text("#!/bin/sh\necho 'openjdk version \"1.8.0_402\"' >&2\n")
     old.chmod(0o755)
-    for arguments, said in (
+    for arguments, message in (
         (("/proc/h",), "another --home"),
         (("h", "--java", "/no/java"), "no java at"),
         (("h", "--java", "/bin/ls"), "got another program"),
@@ -167,7 +171,7 @@ def test_a_home_or_a_java_that_cannot_be_used_is_one_sentence(tmp_path: Path) ->
     ):
         command = (sys.executable, "-m", "roostream.cli.main", "up", "--foreground", "--home", *arguments)
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_wrong_key_is_reported_with_file_line_and_nearest_key(
@@ -212,9 +216,9 @@ def test_a_duration_of_another_form_is_reported() -> None:
 def test_math_libraries_use_one_thread_by_default() -> None:
     code = "import roostream.cli, os; print(os.environ['OMP_NUM_THREADS'])"
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    for given, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):
+    for environment, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):
         done = subprocess.run(
-            (sys.executable, "-c", code), env=given, capture_output=True, text=True, check=True
+            (sys.executable, "-c", code), env=environment, capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == threads
 

@@ -1,4 +1,4 @@
-"""`roostream drain` and `trainer release` against a controller's RPC server."""
+"""`roostream drain` and `roostream trainer release` against the RPC server of a fake controller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def test_names_of_a_stack_are_parsed_to_role_and_index(index: int) -> None:
     assert parse_program_name(specs["worker"].instance_name(index)) == ("worker", index)
     assert parse_program_name(specs["shard"].instance_name(index)) == ("shard", index)
     assert parse_program_name("controller") == ("controller", 0)
-    assert parse_program_name("worker-0") == ("worker", 0)  # in a set whose members count from 0
+    assert parse_program_name("worker-0") == (
+        "worker",
+        0,
+    )  # in a Kubernetes StatefulSet, whose pods count from 0
 
 
 @pytest.mark.parametrize("name", ["serving", "shard", "worker-", "worker-x", "controller-1", "shard-1 "])

@@ -1,4 +1,4 @@
-"""What a demo has seen, and whether it was a good one."""
+"""`roostream demo`: its summary, and whether a run of the demo counts as successful."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control import scrape_targets
 
 
-def seen(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
+def make_status(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
     control = {"workers": 1, "reports": {"worker 0": {"requests": requests}}}
     return {
         "programs": {"worker": {"state": "ready", "pid": 1, "restarts": 0}},
@@ -40,43 +40,46 @@ def seen(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
     }
 
 
-def show_of(tmp_path: Path, out: io.StringIO) -> DemoDisplay:
-    class Fake:
+def make_display(tmp_path: Path, out: io.StringIO) -> DemoDisplay:
+    class FakeStack:
         home = Home(tmp_path)
 
-    home = Fake.home
+    home = FakeStack.home
     home.make()
     home.write_stack(
         {"kafka": "127.0.0.1:1", "prefix": "", "flink": "http://127.0.0.1:1", "controller": "127.0.0.1:1"}
     )
-    return DemoDisplay(cast(Stack, Fake()), Console(file=out, width=200), time.monotonic())
+    return DemoDisplay(cast(Stack, FakeStack()), Console(file=out, width=200), time.monotonic())
 
 
 @pytest.mark.parametrize(
-    ("looks", "good"),
+    ("statuses", "succeeded"),
     [
-        ([seen(None), seen(0), seen(64)], True),
-        ([seen(None), seen(0), seen(0)], False),
-        ([seen(5000), seen(5000)], False),  # learned by the run before
-        ([seen(5000), seen(4900), seen(4964)], True),  # went back to its commit first
-        ([seen(0), seen(64, joiner="failed")], False),
+        ([make_status(None), make_status(0), make_status(64)], True),
+        ([make_status(None), make_status(0), make_status(0)], False),
+        ([make_status(5000), make_status(5000)], False),  # these requests were trained by the run before
+        (
+            [make_status(5000), make_status(4900), make_status(4964)],
+            True,
+        ),  # the worker was restored to its commit first
+        ([make_status(0), make_status(64, joiner="failed")], False),
         ([], False),
     ],
 )
-def test_a_demo_that_trained_nothing_or_lacks_a_program_is_not_good(
-    looks: list[dict[str, Any]], good: bool, tmp_path: Path
+def test_a_demo_that_trained_nothing_or_lacks_a_program_has_not_succeeded(
+    statuses: list[dict[str, Any]], succeeded: bool, tmp_path: Path
 ) -> None:
-    show = show_of(tmp_path, io.StringIO())
-    for look in looks:
-        show.record(look)
-    assert show.succeeded == good
+    display = make_display(tmp_path, io.StringIO())
+    for status_reading in statuses:
+        display.record(status_reading)
+    assert display.succeeded == succeeded
 
 
 def test_problems_are_the_first_lines_of_the_summary(tmp_path: Path) -> None:
-    show = show_of(tmp_path, io.StringIO())
-    assert "ended before" in show.summary()
-    show.record(seen(0, joiner="failed: [/b] no such jar"))
-    first, second, *_ = show.summary().split("\n")
+    display = make_display(tmp_path, io.StringIO())
+    assert "ended before" in display.summary()
+    display.record(make_status(0, joiner="failed: [/b] no such jar"))
+    first, second, *_ = display.summary().split("\n")
     assert first == "NOT READY   joiner: failed: [/b] no such jar"
     assert second.startswith("ran ") and second.endswith("NOTHING WAS TRAINED")
 
@@ -85,24 +88,26 @@ def test_problems_are_the_first_lines_of_the_summary(tmp_path: Path) -> None:
 def test_the_summary_waits_a_moment_for_a_reading_that_could_not_be_taken(
     unknown_s: int, known: bool, tmp_path: Path
 ) -> None:
-    clock, show = FakeClock(), show_of(tmp_path, io.StringIO())
+    clock, display = FakeClock(), make_display(tmp_path, io.StringIO())
 
     class Monitor:
         def sample(self, programs: object) -> dict[str, Any]:
-            look = seen(64)
-            look["trainer"]["state"] = "caught_up"
-            look["guarantees"]["g1"]["state"] = "unknown" if clock.monotonic_s() < unknown_s else "yes"
-            return look
+            status_reading = make_status(64)
+            status_reading["trainer"]["state"] = "caught_up"
+            status_reading["guarantees"]["g1"]["state"] = (
+                "unknown" if clock.monotonic_s() < unknown_s else "yes"
+            )
+            return status_reading
 
-    show.monitor = cast(Any, Monitor())
-    show.stack_file = {"programs": {}}
-    show.stack.home.write_stack(show.stack_file)
-    show.sample_last(clock)
-    assert show.last is not None and (show.last["guarantees"]["g1"]["state"] == "yes") == known
+    display.monitor = cast(Any, Monitor())
+    display.stack_file = {"programs": {}}
+    display.stack.home.write_stack(display.stack_file)
+    display.sample_last(clock)
+    assert display.last is not None and (display.last["guarantees"]["g1"]["state"] == "yes") == known
     assert clock.monotonic_s() == min(unknown_s, 10)
 
 
-def test_log_lines_are_no_markup_and_move_no_cursor() -> None:
+def test_markup_and_control_characters_of_log_lines_are_printed_as_text() -> None:
     out = io.StringIO()
     record = logging.LogRecord("x", logging.ERROR, "", 0, "joiner died: [/b] \x1b[31m", None, None)
     ConsoleHandler(Console(file=out, width=200)).emit(record)

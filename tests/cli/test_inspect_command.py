@@ -1,4 +1,5 @@
-"""A saved batch in readable form: why, from where, and the numbers in it."""
+"""`roostream inspect batch` describes a batch that a worker saved: the reason, the source and the values in
+it."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ from tests.trainer.test_saved_batch import SAVED
 from trainer.saved_batch import SavedBatch, SavedBatches
 
 
-def saved(*more: Record, **changed: Any) -> SavedBatch:
-    told = {
+def make_saved_batch(*more: Record, **fields: Any) -> SavedBatch:
+    arguments = {
         **vars(SAVED),
         "schema": to_toml(samples.schema()),
         "records": (*samples.records([1, 2, 3]), *more),
-        **changed,
+        **fields,
     }
-    return SavedBatch(**told)
+    return SavedBatch(**arguments)
 
 
-def large(number: int, partition: int, offset: int) -> Record:
-    """A sample whose second candidate has a very large age."""
+def extreme_sample(number: int, partition: int, offset: int) -> Record:
+    """Return a sample whose second candidate has an extreme value of `age`."""
     message = pb.Sample.FromString(samples.sample(number)[2:])
     nro = {"item": list(message.item_ids), "age": [1.0, -3e9, 2.0]}
     message.parts[0].nro = encode_nro(samples.schema(), nro, 3)
@@ -45,13 +46,19 @@ def run(*arguments: str) -> Result:
 
 
 def test_everything_about_a_batch_is_reported() -> None:
-    told = describe_batch(saved(large(7, 0, 5), Record("samples", 1, 9, 6, None, b"?")))
+    description = describe_batch(
+        make_saved_batch(extreme_sample(7, 0, 5), Record("samples", 1, 9, 6, None, b"?"))
+    )
     assert [
         (at["topic"], at["partition"], at["first_offset"], at["last_offset"], at["count"])
-        for at in told["records"]
+        for at in description["records"]
     ] == [("samples", 0, 0, 5, 2), ("samples", 1, 0, 9, 3)]
-    assert (told["requests"], told["candidates"], told["rejects"]) == (4, 12, {"undecodable": 1})
-    assert told["features"]["hour"] == {
+    assert (description["requests"], description["candidates"], description["rejects"]) == (
+        4,
+        12,
+        {"undecodable": 1},
+    )
+    assert description["features"]["hour"] == {
         "kind": "float",
         "min": 1.0,
         "mean": 3.25,
@@ -59,46 +66,56 @@ def test_everything_about_a_batch_is_reported() -> None:
         "extreme": 0,
         "present": 1.0,
     }
-    assert told["features"]["age"]["min"] == -3e9 and told["features"]["age"]["extreme"] == 1
-    assert told["features"]["user"] == {"kind": "list", "present": 1.0, "longest": 1, "distinct": 4}
-    assert told["largest"][0] == {
+    assert description["features"]["age"]["min"] == -3e9 and description["features"]["age"]["extreme"] == 1
+    assert description["features"]["user"] == {"kind": "list", "present": 1.0, "longest": 1, "distinct": 4}
+    assert description["largest"][0] == {
         "feature": "age",
         "value": -3e9,
         "partition": 0,
         "offset": 5,
         "correction": False,
     }
-    assert told["tasks"]["click"]["largest_weight"] == 1.0 and told["findings"] == list(SAVED.findings)
+    assert description["tasks"]["click"]["largest_weight"] == 1.0 and description["findings"] == list(
+        SAVED.findings
+    )
 
 
 def test_the_reason_comes_first_and_extreme_values_are_reported() -> None:
-    lines = list(rows(describe_batch(saved(large(7, 0, 5)))))
+    lines = list(rows(describe_batch(make_saved_batch(extreme_sample(7, 0, 5)))))
     assert lines[:2] == [
         ("why", "nothing is finite"),
         ("not finite", "dense weight x: 3 of 9 numbers are not finite"),
     ]
-    told = dict(lines)
-    assert told["restored"] == "manifests/00000003 (checksum 00ff)" and told["not saved"].startswith(
+    by_name = dict(lines)
+    assert by_name["restored"] == "manifests/00000003 (checksum 00ff)" and by_name["not saved"].startswith(
         "2 more records"
     )
-    assert "EXTREME: 1" in told["age"] and "EXTREME" not in told["hour"]
+    assert "EXTREME: 1" in by_name["age"] and "EXTREME" not in by_name["hour"]
     assert ("largest", "age = -3e+09 in samples-0 offset 5") in lines
 
 
 def test_a_batch_without_a_record_that_can_be_read_has_no_numbers() -> None:
-    told = describe_batch(saved(records=(Record("samples", 0, 0, 0, None, b"?"),), manifest=""))
-    assert told["requests"] == 0 and told["largest"] == [] and told["features"]["age"]["min"] is None
+    description = describe_batch(
+        make_saved_batch(records=(Record("samples", 0, 0, 0, None, b"?"),), manifest="")
+    )
     assert (
-        dict(rows(told))["restored"] == "the beginning"
-        and dict(rows(told))["age"] == "no values, present in 0%"
+        description["requests"] == 0
+        and description["largest"] == []
+        and description["features"]["age"]["min"] is None
+    )
+    assert (
+        dict(rows(description))["restored"] == "the beginning"
+        and dict(rows(description))["age"] == "no values, present in 0%"
     )
 
 
 def test_the_command_prints_what_a_worker_saved(tmp_path: Path) -> None:
-    path = SavedBatches(tmp_path).save(saved())
-    shown = run(str(path))
-    assert shown.exit_code == 0 and "nothing is finite" in shown.output and "samples-1 0..1" in shown.output
-    assert json.loads(run(str(path), "--json").stdout) == describe_batch(saved())
+    path = SavedBatches(tmp_path).save(make_saved_batch())
+    result = run(str(path))
+    assert (
+        result.exit_code == 0 and "nothing is finite" in result.output and "samples-1 0..1" in result.output
+    )
+    assert json.loads(run(str(path), "--json").stdout) == describe_batch(make_saved_batch())
 
 
 @pytest.mark.parametrize(
@@ -112,6 +129,6 @@ def test_another_file_is_refused_in_one_sentence(tmp_path: Path, content: bytes 
     assert isinstance(error, ConfigError) and message in str(error) and str(error).startswith(str(path))
 
 
-def test_a_schema_that_can_t_be_read_is_reported() -> None:
+def test_an_unreadable_schema_is_reported() -> None:
     with pytest.raises(ConfigError, match="expected the"):
-        describe_batch(saved(schema="[["))
+        describe_batch(make_saved_batch(schema="[["))

@@ -1,4 +1,4 @@
-"""`roostream keys`: what is printed, and what the file has then."""
+"""`roostream keys`: its output, and the key file that it writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_change_keeps_the_mode_and_the_link_of_the_file(tmp_path: Path) -> Non
     file, link = tmp_path / "keys.json", tmp_path / "link.json"
     keys("new", "web", "--scope", "rank", file=file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    file.chmod(0o640)  # serving reads it under another account
+    file.chmod(0o640)  # serving reads the file under another account
     link.symlink_to(file)
     keys("new", "app", "--scope", "rank", file=link)
     assert link.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
@@ -61,7 +61,7 @@ def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:
     assert [bool(key.expires_s) for key in read_keys(file)] == [True, False]
     soon = read_keys(file)[0].expires_s
     keys("rotate", "web", "--overlap", "9d", file=file)
-    assert read_keys(file)[0].expires_s == soon, "what was to end sooner still does"
+    assert read_keys(file)[0].expires_s == soon, "an earlier expiry is not extended"
 
 
 def test_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> None:

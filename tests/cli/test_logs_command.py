@@ -26,7 +26,7 @@ def run(home: Path, *arguments: str) -> Result:
     return CliRunner().invoke(cli, ["logs", *arguments, "--home", str(home)])
 
 
-def test_the_last_lines_of_one_program_are_printed_as_they_are(home: Path) -> None:
+def test_the_last_lines_of_one_program_are_printed_unchanged(home: Path) -> None:
     assert run(home, "trainer", "-n", "2").output == "b\nc\n"
     assert run(home, "trainer", "-n", "0").output == ""
 
@@ -41,7 +41,7 @@ def test_without_a_name_the_logs_are_listed(home: Path) -> None:
     assert [line.split()[0] for line in lines] == ["shard-0", "shard-1", "trainer"]
 
 
-def test_an_unknown_program_or_a_home_without_logs_is_one_sentence(home: Path, tmp_path: Path) -> None:
+def test_an_unknown_program_or_a_home_without_logs_is_reported(home: Path, tmp_path: Path) -> None:
     assert "did you mean 'trainer'" in str(run(home, "trainr").exception)
     assert "has no logs" in str(run(tmp_path / "other", "trainer").exception)
 

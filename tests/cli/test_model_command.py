@@ -1,4 +1,4 @@
-"""`roostream check-model`: a line a check, and exit code 2 where one fails."""
+"""`roostream check-model` prints one line per check and has exit code 2 if a check fails."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def schema(tmp_path: Path) -> str:
 @pytest.mark.parametrize("file", ["model.toml", "shop.py", "shop.py:build"])
 def test_a_valid_model_is_reported_with_its_cost_per_request(tmp_path: Path, schema: str, file: str) -> None:
     written(tmp_path, CODE)
-    done = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
-    assert done.exit_code == 0, done.output
-    assert done.output.count("ok ") == 9 and "µs for a request of 20 candidates" in done.output
+    result = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("ok ") == 9 and "µs for a request of 20 candidates" in result.output
 
 
-def test_a_rule_that_is_broken_is_a_sentence_and_exit_code_2(tmp_path: Path, schema: str) -> None:
+def test_a_broken_rule_is_reported_with_exit_code_2(tmp_path: Path, schema: str) -> None:
     path = written(tmp_path, CODE.replace("return z_BT", "return z_BT - z_BT.mean()"))
-    done = CliRunner().invoke(cli, ["check-model", path, "--schema", schema])
+    result = CliRunner().invoke(cli, ["check-model", path, "--schema", schema])
     assert (
-        done.exit_code == 2
-        and "failed  alone as in a batch, to 1e-5 (G9): expected a request's logits" in done.output
+        result.exit_code == 2
+        and "failed  alone as in a batch, to 1e-5 (G9): expected a request's logits" in result.output
     )
-    assert "checks failed (docs/bring-your-own-model.md)" in done.stderr
+    assert "checks failed (docs/bring-your-own-model.md)" in result.stderr
 
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path, schema: str) -> None:
-    done = CliRunner().invoke(cli, ["check-model", str(tmp_path / "absent.py"), "--schema", schema])
-    assert "can't be read: expected a Python file, got No such file" in str(done.exception)
+    result = CliRunner().invoke(cli, ["check-model", str(tmp_path / "absent.py"), "--schema", schema])
+    assert "can't be read: expected a Python file, got No such file" in str(result.exception)

@@ -1,4 +1,5 @@
-"""`roostream next-item` on files of a few users: a line an evaluation, a report, and sentences."""
+"""`roostream next-item` on the data of a few users: it prints each evaluation, writes a report and rejects
+wrong settings."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MOVIES = "".join(f"{10 * (1 + k)}::Title {k}::Drama\n" for k in range(6))
 FLAGS = ["--epochs", "2", "--evaluate-every", "1", "--width", "8", "--negatives", "4"]
 
 
-def asked(*arguments: str) -> Result:
+def run_command(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["next-item", *arguments])
 
 
@@ -25,18 +26,22 @@ def test_both_models_print_each_evaluation_and_write_the_result(tmp_path: Path) 
     folder = str(written(tmp_path, ROWS, MOVIES))
     for model in ("hstu", "sasrec"):
         report = tmp_path / f"{model}.json"
-        done = asked("--data", folder, "--model", model, "--report", str(report), *FLAGS)
-        assert done.exit_code == 0, done.output
-        assert "8 users, 40 interactions, 6 items" in done.output and done.output.count("test  ") == 3
-        told = json.loads(report.read_text())
-        assert told["settings"]["model"] == model and len(told["evaluations"]) == 2 and told["items"] == 6
-        assert set(told["best"]["test"]) == {"HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR"}
+        result = run_command("--data", folder, "--model", model, "--report", str(report), *FLAGS)
+        assert result.exit_code == 0, result.output
+        assert "8 users, 40 interactions, 6 items" in result.output and result.output.count("test  ") == 3
+        report_content = json.loads(report.read_text())
+        assert (
+            report_content["settings"]["model"] == model
+            and len(report_content["evaluations"]) == 2
+            and report_content["items"] == 6
+        )
+        assert set(report_content["best"]["test"]) == {"HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR"}
 
 
 def test_impossible_settings_are_refused_before_training(tmp_path: Path) -> None:
     folder = str(written(tmp_path, ROWS, MOVIES))
-    assert "expected a file of MovieLens-1M" in str(asked("--data", str(tmp_path / "absent")).exception)
-    assert "expected a divisor of width = 50" in str(asked("--data", folder, "--heads", "7").exception)
+    assert "expected a file of MovieLens-1M" in str(run_command("--data", str(tmp_path / "absent")).exception)
+    assert "expected a divisor of width = 50" in str(run_command("--data", folder, "--heads", "7").exception)
     assert "expected a file for the report, got a folder" in str(
-        asked("--data", folder, "--report", str(tmp_path)).exception
+        run_command("--data", folder, "--report", str(tmp_path)).exception
     )

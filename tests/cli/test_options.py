@@ -1,3 +1,5 @@
+"""Parsing of the options `--port` and `--set` of `roostream up`."""
+
 from __future__ import annotations
 
 import pytest

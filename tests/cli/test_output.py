@@ -1,4 +1,4 @@
-"""Progress bars and wide tables on a terminal and elsewhere."""
+"""Progress bars and wide tables, on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_a_terminal_shows_progress_as_done_of_total(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     assert list(counted("abc", "letters", 3)) == ["a", "b", "c"]
-    with progress_bar("files") as tell:
-        tell(2, 5)
-        tell(4, None)
-    told = capsys.readouterr()
-    assert told.out == "" and "letters" in told.err and "3/3" in told.err and "4/5" in told.err
+    with progress_bar("files") as update:
+        update(2, 5)
+        update(4, None)
+    output = capsys.readouterr()
+    assert output.out == "" and "letters" in output.err and "3/3" in output.err and "4/5" in output.err
 
 
 def test_a_pipe_gets_whole_names_and_a_terminal_its_width(
@@ -58,22 +58,22 @@ def test_a_pipe_gets_whole_names_and_a_terminal_its_width(
 
 
 def run_on_terminal(*arguments: str) -> tuple[int, str]:
-    """Run `roostream` with standard error on a pseudo-terminal; returns the exit code and what the terminal
-    got."""
-    ours, theirs = pty.openpty()
+    """Run `roostream` with standard error on a pseudo-terminal. Return the exit code and the terminal's
+    content."""
+    master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "roostream.cli.main", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=theirs,
+        stderr=slave,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
     )
-    os.close(theirs)
+    os.close(slave)
     shown = b""
     with contextlib.suppress(OSError):  # EIO: the process has closed the terminal
-        while data := os.read(ours, 1 << 16):
+        while data := os.read(master, 1 << 16):
             shown += data
-    os.close(ours)
+    os.close(master)
     return process.wait(), shown.decode("utf-8", "replace")
 
 

@@ -1,4 +1,5 @@
-"""Reference pages contain what the code declares."""
+"""The generated reference pages contain all settings, flags, metrics, messages and routes that the code
+declares."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ from roostream.schema.settings import Settings, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inner(Settings):
+class NestedSettings(Settings):
     name: str = setting("", "who")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample(Settings):
-    """Every kind of setting."""
+class SampleSettings(Settings):
+    """A settings class with one setting of every kind."""
 
     wait_ms: int = setting(90_000, "how long", ge=1, le=3_600_000)
     room_bytes: int = setting(64 << 20, "how much")
     mode: Literal["a", "b"] = setting("a", "which")
     names: tuple[str, ...] = setting(help="who may")
     place: Path | None = setting(None, "where")
-    login: Inner = setting(factory=Inner, help="a table")
+    login: NestedSettings = setting(factory=NestedSettings, help="a table")
 
 
 def test_a_setting_has_its_type_default_and_range() -> None:
-    found = {o.key: (o.kind, o.default, o.range, o.help) for o in options(Sample)}
-    assert found == {
+    declared = {o.key: (o.kind, o.default, o.range, o.help) for o in options(SampleSettings)}
+    assert declared == {
         "wait_ms": ("duration (ms)", "90 s", "1..3600000", "how long"),
         "room_bytes": ("size (bytes)", "64 MiB", "", "how much"),
         "mode": ("choice", "a", "a | b", "which"),
@@ -78,7 +79,7 @@ def test_metrics_are_listed_with_labels_and_meaning() -> None:
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
-def test_messages_are_the_protobuf_file() -> None:
+def test_the_messages_page_contains_the_protobuf_file() -> None:
     assert "message Impression {" in messages_page()
 
 

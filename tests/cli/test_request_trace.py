@@ -1,4 +1,4 @@
-"""A request followed through the topics; the records are made here."""
+"""`roostream trace` follows one request through the Kafka topics. These tests make the records themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ offsets = itertools.count()
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """Keeps the spans that are exported."""
+    """Return an in-memory exporter that receives all spans."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(opentelemetry.trace, "get_tracer", provider.get_tracer)
@@ -61,24 +61,24 @@ def delta(key: int = 17, oldest_close_ms: int = 500, num_tombstones: int = 0) ->
     return record(ROWS, wire.ROW_DELTA, message)
 
 
-def followed(*records: Record) -> RequestTrace:
-    found = RequestTrace("r-1", lambda record: KEYS)
+def trace_of(*records: Record) -> RequestTrace:
+    trace = RequestTrace("r-1", lambda record: KEYS)
     for at_ms, one in enumerate(records, 100):
-        found.add(one, at_ms)
-    return found
+        trace.add(one, at_ms)
+    return trace
 
 
 def test_a_request_is_traced_through_four_steps() -> None:
-    found = followed(impression(), sample(), prediction(), delta())
-    assert found.is_complete and list(found.steps) == list(STEPS)
-    assert [step.reached_ms for step in found.steps.values()] == [100, 101, 102, 103]
-    assert found.steps["joined"].details == {"closed_by": "CLOSE_WINDOW", "engagements": 0}
-    assert found.steps["trained"].details == {"step": 7, "became": "DISPOSITION_TRAINED"}
+    trace = trace_of(impression(), sample(), prediction(), delta())
+    assert trace.is_complete and list(trace.steps) == list(STEPS)
+    assert [step.reached_ms for step in trace.steps.values()] == [100, 101, 102, 103]
+    assert trace.steps["joined"].details == {"closed_by": "CLOSE_WINDOW", "engagements": 0}
+    assert trace.steps["trained"].details == {"step": 7, "became": "DISPOSITION_TRAINED"}
 
 
-def test_rows_that_are_there_before_the_workers_word_are_not_missed() -> None:
-    found = followed(impression(), sample(), delta(), prediction())
-    assert found.is_complete and found.steps["published"].reached_ms == 102
+def test_rows_published_before_the_workers_prediction_are_not_missed() -> None:
+    trace = trace_of(impression(), sample(), delta(), prediction())
+    assert trace.is_complete and trace.steps["published"].reached_ms == 102
 
 
 @pytest.mark.parametrize(
@@ -88,54 +88,54 @@ def test_rows_that_are_there_before_the_workers_word_are_not_missed() -> None:
         sample("r-2"),
         prediction(8),
         delta(key=99),
-        delta(oldest_close_ms=501),  # only later closes have changed it
+        delta(oldest_close_ms=501),  # only requests that closed later have changed the row
         delta(oldest_close_ms=0),
         delta(num_tombstones=1),
         Record(ROWS, 0, 0, 0, b"", b"\x08no record"),
     ],
 )
 def test_records_of_other_requests_are_ignored(other: Record) -> None:
-    found = followed(other, impression(), other, sample(), other, prediction(), other)
-    assert list(found.steps) == list(STEPS[:3])
+    trace = trace_of(other, impression(), other, sample(), other, prediction(), other)
+    assert list(trace.steps) == list(STEPS[:3])
 
 
 def test_rows_published_before_the_join_are_ignored() -> None:
-    assert list(followed(impression(), delta(), sample(), prediction()).steps) == list(STEPS[:3])
+    assert list(trace_of(impression(), delta(), sample(), prediction()).steps) == list(STEPS[:3])
 
 
-def test_repeated_records_are_one_step() -> None:
-    found = followed(
+def test_repeated_records_count_once() -> None:
+    trace = trace_of(
         impression(), impression(), sample(), sample(), prediction(), prediction(), delta(), delta()
     )
-    assert [step.reached_ms for step in found.steps.values()] == [100, 102, 104, 106]
+    assert [step.reached_ms for step in trace.steps.values()] == [100, 102, 104, 106]
 
 
 def test_a_trace_ends_when_complete_or_at_the_timeout() -> None:
     partitions = tuple((topic, 0) for topic in TOPICS)
-    said: list[str] = []
+    printed: list[str] = []
     clock = FakeClock()
-    found = followed()
+    trace = trace_of()
     records = [r._replace(offset=0) for r in (impression(), sample(), prediction(), delta())]
-    follow(found, MemoryConsumer(partitions, records), clock, 5.0, said.append)
+    follow(trace, MemoryConsumer(partitions, records), clock, 5.0, printed.append)
     assert (
-        sorted(said) == sorted(STEPS)
-        and describe_step(found, "logged", clock.now_ms()).split()[0] == "logged"
+        sorted(printed) == sorted(STEPS)
+        and describe_step(trace, "logged", clock.now_ms()).split()[0] == "logged"
     )
 
 
-def test_without_a_span_to_stand_below_nothing_is_reported() -> None:
+def test_without_a_valid_parent_span_nothing_is_exported() -> None:
     with pytest.raises(ConfigError, match="W3C Trace Context"):
-        export_spans(followed(impression()), "nonsense", 90)
+        export_spans(trace_of(impression()), "nonsense", 90)
 
 
-def test_without_the_package_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_opentelemetry_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
     with pytest.raises(SetupError, match=r"roostream\[opentelemetry\]"):
-        export_spans(followed(impression()), PARENT, 90)
+        export_spans(trace_of(impression()), PARENT, 90)
 
 
-def test_steps_are_spans_one_below_the_other_in_the_callers_trace(exported: InMemorySpanExporter) -> None:
-    assert export_spans(followed(impression(), sample(), prediction(), delta()), PARENT, 90) == 4
+def test_steps_are_exported_as_nested_spans_in_the_callers_trace(exported: InMemorySpanExporter) -> None:
+    assert export_spans(trace_of(impression(), sample(), prediction(), delta()), PARENT, 90) == 4
     spans, ms = exported.get_finished_spans(), 1_000_000
     assert [(span.name, span.start_time, span.end_time) for span in spans] == [
         ("serving logged", 90 * ms, 100 * ms),
@@ -149,22 +149,22 @@ def test_steps_are_spans_one_below_the_other_in_the_callers_trace(exported: InMe
 
 
 def test_a_traced_request_contains_its_parent_span() -> None:
-    found = followed(impression(traceparent=PARENT), sample(traceparent=PARENT))
-    assert found.traceparent == PARENT
-    assert [step.details["traceparent"] for step in found.steps.values()] == [PARENT, PARENT]
-    assert followed(impression()).traceparent == ""
+    trace = trace_of(impression(traceparent=PARENT), sample(traceparent=PARENT))
+    assert trace.traceparent == PARENT
+    assert [step.details["traceparent"] for step in trace.steps.values()] == [PARENT, PARENT]
+    assert trace_of(impression()).traceparent == ""
 
 
 @pytest.mark.parametrize(
-    ("asked", "logged", "parent"),
+    ("given", "logged", "trace_id"),
     [("", PARENT, TRACE), (f"00-{'c' * 32}-{SPAN}-01", PARENT, "c" * 32), ("", "", "")],
 )
-def test_spans_stand_below_the_one_that_is_reported_else_below_servings(
-    asked: str, logged: str, parent: str, exported: InMemorySpanExporter
+def test_the_parent_span_is_the_given_one_or_else_servings(
+    given: str, logged: str, trace_id: str, exported: InMemorySpanExporter
 ) -> None:
-    export(followed(impression(traceparent=logged)), asked, 90)
+    export(trace_of(impression(traceparent=logged)), given, 90)
     traces = [f"{span.context.trace_id:032x}" for span in exported.get_finished_spans()]
-    assert traces == ([parent] if parent else [])
+    assert traces == ([trace_id] if trace_id else [])
 
 
 @pytest.mark.parametrize("logged", [PARENT, "00-nonsense"])
@@ -172,5 +172,5 @@ def test_a_request_without_a_span_is_followed(
     logged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
-    export(followed(impression(traceparent=logged)), "", 90)
+    export(trace_of(impression(traceparent=logged)), "", 90)
     assert logged in capsys.readouterr().err

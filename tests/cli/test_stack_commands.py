@@ -1,4 +1,5 @@
-"""Waiting for a stack in the background, and the locations that its programs are given."""
+"""`roostream up` in the background: how it waits for programs, and the absolute locations that it passes to
+them."""
 
 from __future__ import annotations
 

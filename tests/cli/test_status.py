@@ -1,4 +1,5 @@
-"""What `roostream status` shows of a stack, from what its programs report."""
+"""`roostream status`: the table and the JSON that it builds from the reports and metrics of a stack's
+programs."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ CONTROL: dict[str, Any] = {
 SHARD = "failed: no disk (its log: s.log)"
 
 
-def whole(control: Mapping[str, Any] = CONTROL, simulate: str = "", **changed: Any) -> dict[str, Any]:
-    """The status of a stack whose controller reports `control`."""
+def make_status(control: Mapping[str, Any] = CONTROL, simulate: str = "", **overrides: Any) -> dict[str, Any]:
+    """Return the status of a stack whose controller reports `control`; `overrides` replace its parts."""
     rows = scrape.parse('roostream_shard_rows{stack="d16"} 7\n')
     return {
         "programs": {
@@ -82,18 +83,18 @@ def whole(control: Mapping[str, Any] = CONTROL, simulate: str = "", **changed: A
         "metrics": status.quality(control),
         "click_rate": scrape_targets.click_rate(scrape.parse(simulate)),
         "guarantees": {"g1": sums.of_programs({})},
-        **changed,
+        **overrides,
     }
 
 
-def shown(control: Mapping[str, Any] = CONTROL, simulate: str = "", **changed: Any) -> dict[str, str]:
-    """The rows of the table by name."""
-    return dict(table.rows(whole(control, simulate, **changed)))
+def table_rows(control: Mapping[str, Any] = CONTROL, simulate: str = "", **overrides: Any) -> dict[str, str]:
+    """Return the rows of the printed table, by name."""
+    return dict(table.rows(make_status(control, simulate, **overrides)))
 
 
-def books(*, is_current: bool = True, behind: int | None = 0, **changed: Any) -> dict[str, Any]:
-    """An auditor's sums as they come through /metrics."""
-    found = dataclasses.replace(Accounts().sums(), **changed)
+def audit_sums(*, is_current: bool = True, behind: int | None = 0, **overrides: Any) -> dict[str, Any]:
+    """Return an auditor's sums after a round trip through its /metrics page."""
+    found = dataclasses.replace(Accounts().sums(), **overrides)
     registry = CollectorRegistry()
     registry.register(MetricsCollector(lambda: sums.metrics_of(found, is_current, behind), sums.METRICS))
     return sums.of_programs({"auditor": scrape.parse(generate_latest(registry).decode())})
@@ -103,7 +104,7 @@ def test_scraped_text_is_found_by_name_and_labels_and_nonsense_is_empty() -> Non
     worker = scrape.parse(WORKER)
     assert worker.value("roostream_worker_lag_seconds") == 1.5
     assert worker.ms("roostream_worker_lag_seconds") == 1500.0
-    assert worker.value("roostream_worker_eta_seconds") is None, "not a number is as good as absent"
+    assert worker.value("roostream_worker_eta_seconds") is None, "NaN is treated as a missing value"
     assert worker.state("roostream_worker_state", "state") == "caught_up"
     assert worker.by("roostream_worker_state", "state") == {"initial": 0.0, "caught_up": 1.0}
     assert not scrape.fetch("http://127.0.0.1:1/metrics") and not scrape.parse('x{a="1} nonsense')
@@ -111,12 +112,12 @@ def test_scraped_text_is_found_by_name_and_labels_and_nonsense_is_empty() -> Non
 
 
 def test_the_table_names_problems_first_and_shows_a_dash_for_what_is_not_known() -> None:
-    rows = shown({})
+    rows = table_rows({})
     assert rows["trainer"].startswith("–, watermark –") and rows["devices"] == "–"
     assert rows["accounted"] == "unknown, because not every auditor answers"
     assert rows["click rate"] == "served –, random –, best –; served / random is – now, – since the start"
-    found = whole(simulate=SIMULATE)
-    found["guarantees"] = {"g1": books(folded=3, engagements=5, dead_engagements=1, pending=1)}
+    found = make_status(simulate=SIMULATE)
+    found["guarantees"] = {"g1": audit_sums(folded=3, engagements=5, dead_engagements=1, pending=1)}
     first, *_ = lines = table.rows(found)
     rows = dict(lines)
     assert first == ("NOT READY", f"shard-0: {SHARD}")
@@ -127,8 +128,8 @@ def test_the_table_names_problems_first_and_shows_a_dash_for_what_is_not_known()
     assert "not ready: shard-0" in table.line(found, 12.0) and "accounted yes" in table.line(found, 12.0)
 
 
-def several(number: int, wanted: int, **report: Any) -> dict[str, Any]:
-    """What a controller reports of three workers."""
+def three_workers(number: int, wanted: int, **report: Any) -> dict[str, Any]:
+    """Return a controller's report about three workers."""
     reports = {
         f"worker {n}": {"step": 9, "requests": 100 + n, "broken": "no shard 0" if n == 1 else "", **report}
         for n in (2, 0, 1)
@@ -138,56 +139,56 @@ def several(number: int, wanted: int, **report: Any) -> dict[str, Any]:
 
 
 def test_workers_are_shown_one_by_one_and_summed() -> None:
-    assert status.trainer_state(several(2, 3))["requests"] == 201
-    assert shown(several(2, 3))["workers"].split("\n") == [
+    assert status.trainer_state(three_workers(2, 3))["requests"] == 201
+    assert table_rows(three_workers(2, 3))["workers"].split("\n") == [
         "2 training, 3 requested",
         "worker 0: trained 100 since its start, step 9, last report 200 ms ago",
         "worker 1: no shard 0, step 9, last report 200 ms ago",
         "worker 2: standing by, step 9, last report 200 ms ago",
     ]
-    restarted = shown(several(2, 2, requests=0, duplicates=0))["trainer"]
+    restarted = table_rows(three_workers(2, 2, requests=0, duplicates=0))["trainer"]
     assert "trained 5,432 as of the last commit; since the workers started: trained 0, skipped 0" in restarted
 
 
-def test_history_is_shown_as_far_as_it_is_committed() -> None:
+def test_progress_of_historical_training_is_shown() -> None:
     initial = {"epoch": 2, "epochs": 3, "records": 90_000, "left": 40_000}
-    of = "caught_up (history: 50,000 of 90,000 samples committed, epoch 2 of 3"
+    prefix = "caught_up (history: 50,000 of 90,000 samples committed, epoch 2 of 3"
     timed = {"eta_s": [600.0, 500.0, 700.0], "last_close_ms": 1_700_000_000_000}
     for more, end in (
         ({}, ", time left unknown)"),
         ({"eta_s": [None, None, None]}, ", time left unknown)"),
         (timed, ", up to 2023-11-14 22:13:20, time left 10.0 min)"),
     ):
-        row = shown({**CONTROL, "initial": {**initial, **more}})["trainer"]
-        assert row.startswith(f"{of}{end}, watermark")
+        row = table_rows({**CONTROL, "initial": {**initial, **more}})["trainer"]
+        assert row.startswith(f"{prefix}{end}, watermark")
 
 
 @pytest.mark.parametrize("watch", [{}, {"watch": {"state": "unknown"}}])
 def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
-    row = shown({**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}})["trainer"]
+    row = table_rows({**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}})["trainer"]
     assert row.startswith("unknown, because Kafka does not report the end of the samples, watermark –")
 
 
 def test_the_status_says_what_closed_the_requests() -> None:
-    assert "closed by" not in shown()
-    closed = books(closed_by={"window": 30, "engaged": 69, "next_request": 1})
-    assert shown(guarantees={"g1": closed})["closed by"] == "engaged 69%, window 30%, next_request 1%"
+    assert "closed by" not in table_rows()
+    closed = audit_sums(closed_by={"window": 30, "engaged": 69, "next_request": 1})
+    assert table_rows(guarantees={"g1": closed})["closed by"] == "engaged 69%, window 30%, next_request 1%"
 
 
-def test_sums_are_the_same_behind_the_metrics() -> None:
+def test_sums_survive_the_round_trip_through_metrics() -> None:
     given: dict[str, Any] = {
         "requests": 1 << 40,
         "dead_letters": {"too_late": 2},
         "actions": {'a"b\n[/c]': 1},
     }
-    found = books(**given)
+    found = audit_sums(**given)
     expected = dataclasses.asdict(dataclasses.replace(Accounts().sums(), **given))
     assert {k: v for k, v in found.items() if k not in ("state", "behind")} == expected
     assert found["state"] == "yes" and found["behind"] == 0
 
 
 @pytest.mark.parametrize(
-    ("is_current", "behind", "accounted", "state", "said"),
+    ("is_current", "behind", "accounted", "state", "text"),
     [
         (True, 0, True, "yes", "yes: "),
         (True, 0, False, "no", "NO, 7 are missing: "),
@@ -198,12 +199,12 @@ def test_sums_are_the_same_behind_the_metrics() -> None:
     ],
 )
 def test_only_complete_current_readings_are_judged(
-    is_current: bool, behind: int | None, accounted: bool, state: str, said: str
+    is_current: bool, behind: int | None, accounted: bool, state: str, text: str
 ) -> None:
     late = 3 if state == "waiting" else 0
-    found = books(is_current=is_current, behind=behind, accounted=accounted, overdue=7, late=late)
+    found = audit_sums(is_current=is_current, behind=behind, accounted=accounted, overdue=7, late=late)
     assert found["state"] == state and found["accounted"] == {"yes": True, "no": False}.get(state)
-    assert table.book_rows(found)[0][1].startswith(said)
+    assert table.book_rows(found)[0][1].startswith(text)
 
 
 def test_values_missing_from_a_sum_are_named() -> None:
@@ -213,34 +214,34 @@ def test_values_missing_from_a_sum_are_named() -> None:
         "unreadable": {"rows": 4},
     }
     since = {"since_ms": 1_700_000_000_000, "lost_records": 5, "predicted_by": {"trained": 5, "negative": 2}}
-    rows = dict(table.book_rows(books(only_repeated=2, **by_reason, **since)))
+    rows = dict(table.book_rows(audit_sums(only_repeated=2, **by_reason, **since)))
     assert "2 only in a repeated sample" in rows["accounted"]
     assert rows["dead letters"] == "too_late 3" and rows["untrained"] == "non_finite 1"
     assert rows["audited"].startswith("events since 2023-11-14 22:13:20")
     assert rows["not counted"].startswith("5 records") and rows["predicted"] == "negative 2, trained 5"
 
 
-def selected(**outcomes: int) -> dict[str, str]:
+def rows_with_outcomes(**outcomes: int) -> dict[str, str]:
     zero = dict.fromkeys(("taken", "trained", "frozen", "negative", "random", "stale", "non_finite"), 0)
-    return shown({**CONTROL, "reports": {"worker 0": {"step": 4, "outcomes": {**zero, **outcomes}}}})
+    return table_rows({**CONTROL, "reports": {"worker 0": {"step": 4, "outcomes": {**zero, **outcomes}}}})
 
 
 def test_skipped_requests_are_shown_and_add_up() -> None:
     text = "requests since the workers started = 6 trained + 3 negative + 1 non_finite"
     skipped = {"trained": 6, "negative": 3, "non_finite": 1}
-    assert selected(taken=10, **skipped)["selection"] == f"10 {text}"
-    assert selected(taken=13, **skipped)["selection"] == f"13 {text}; ERROR: 3 are missing"
-    assert "selection" not in selected(taken=5, trained=5)
+    assert rows_with_outcomes(taken=10, **skipped)["selection"] == f"10 {text}"
+    assert rows_with_outcomes(taken=13, **skipped)["selection"] == f"13 {text}; ERROR: 3 are missing"
+    assert "selection" not in rows_with_outcomes(taken=5, trained=5)
 
 
 def test_skips_of_slipstream_are_shown_with_their_control() -> None:
-    rows = selected(taken=200, trained=150, stale=50)
+    rows = rows_with_outcomes(taken=200, trained=150, stale=50)
     assert rows["selection"].endswith("50 stale")
     assert 'policy = "random", keep = 0.750' in rows["control"]
-    assert "control" not in selected(taken=200, trained=150, random=50)
+    assert "control" not in rows_with_outcomes(taken=200, trained=150, random=50)
 
 
-def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:
+def test_the_last_error_of_a_program_is_shown(tmp_path: Path) -> None:
     log = tmp_path / "joiner.log"
     log.write_text("first\njoiner: no such file [/bold]\n")
     entry = {"pid": None, "log": str(log), "restarts": 3}
@@ -264,26 +265,28 @@ def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:
     }
 
 
-class Probe(BaseHTTPRequestHandler):
-    missing = "it waits for the controller to restore it"
+class ReadinessHandler(BaseHTTPRequestHandler):
+    reason = "it waits for the controller to restore it"
 
     def do_GET(self) -> None:
-        self.send_response(503 if self.path == "/readyz" and self.missing else 200)
+        self.send_response(503 if self.path == "/readyz" and self.reason else 200)
         self.end_headers()
-        self.wfile.write(f"{self.missing or 'ok'}\n".encode())
+        self.wfile.write(f"{self.reason or 'ok'}\n".encode())
 
     def log_message(self, *args: object) -> None:
-        """Nobody reads it."""
+        """Do not log requests."""
 
 
 def test_a_starting_program_shows_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "worker.log"
     entry = {"pid": 1, "log": str(log), "restarts": 0, "state": "starting"}
-    with ThreadingHTTPServer(("127.0.0.1", 0), Probe) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ReadinessHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         worker = {"worker": {**entry, "metrics": f"http://127.0.0.1:{server.server_port}/metrics"}}
-        assert unhealthy_programs(worker) == {"worker": f"starting: {Probe.missing} (its log: {log})"}
-        monkeypatch.setattr(Probe, "missing", "")
+        assert unhealthy_programs(worker) == {
+            "worker": f"starting: {ReadinessHandler.reason} (its log: {log})"
+        }
+        monkeypatch.setattr(ReadinessHandler, "reason", "")
         assert unhealthy_programs(worker) == {"worker": "starting"}
         server.shutdown()
     log.write_text("waiting for Kafka\n")
@@ -300,7 +303,7 @@ def test_a_starting_program_shows_what_it_waits_for(tmp_path: Path, monkeypatch:
         ({"topic_problems": {"samples": "has 5 partitions"}}, {"topic samples": "has 5 partitions"}),
     ],
 )
-def test_what_a_controller_reports_is_a_problem_of_the_stack(
+def test_problems_that_a_controller_reports_are_shown(
     reported: dict[str, Any], troubles: dict[str, str]
 ) -> None:
     assert unhealthy_controller(reported) == troubles
@@ -315,43 +318,50 @@ def test_lost_records_are_shown_by_program() -> None:
         }
     )
     assert lost == {"worker": 12}
-    assert shown(lost_records=lost)["LOST"].startswith("worker missed 12 records")
+    assert table_rows(lost_records=lost)["LOST"].startswith("worker missed 12 records")
 
 
-def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
-    found = whole(troubles={"joiner": "failed: [/b] \x1b[31mred [red]x[/red]"})
+def test_markup_and_control_characters_from_outside_are_printed_as_text() -> None:
+    found = make_status(troubles={"joiner": "failed: [/b] \x1b[31mred [red]x[/red]"})
     out = io.StringIO()
     Console(file=out, width=200).print(render_rows(table.rows(found), "home [/tmp]", ["curl '[/x]'"]))
-    said = out.getvalue()
-    assert "[/b] [31mred [red]x[/red]" in said and "home [/tmp]" in said and "curl '[/x]'" in said
-    assert "\x1b" not in said and "\x1b" not in table.line(found, 1.0)
+    output = out.getvalue()
+    assert "[/b] [31mred [red]x[/red]" in output and "home [/tmp]" in output and "curl '[/x]'" in output
+    assert "\x1b" not in output and "\x1b" not in table.line(found, 1.0)
 
 
-def test_a_hold_comes_first_with_what_ends_it_and_devices_by_use() -> None:
+def test_a_hold_is_shown_first_and_device_time_is_shown_by_use() -> None:
     hold = {"kind": "permanent", "reason": "no memory", "member": "worker 0", "since_ms": 1_700_000_000_000}
     spent = {"training": 7200.0, "temporary": 72.0, "transient_hold": 0.0, "permanent_hold": 17_928.0}
     control = {**CONTROL, "holds": [hold], "device_s": spent, "device_ratio": ratios(spent)}
-    (name, text), *_ = table.rows(whole(control))
+    (name, text), *_ = table.rows(make_status(control))
     assert name == "HELD" and text.startswith(
         "since 2023-11-14 22:13:20 UTC, permanent: worker 0: no memory;"
     )
-    rows = shown(control)
+    rows = table_rows(control)
     assert "`roostream trainer release`" in text and rows["trainer"].startswith("held")
     used = "temporary 0.01, transient hold 0.00, permanent hold 2.49"
     assert rows["devices"] == f"training 120.0 min; relative to training: {used}"
     spent = {"training": 0.0, "temporary": 72.0}
-    rows = shown({**CONTROL, "device_s": spent, "device_ratio": ratios(spent)})
-    assert rows["devices"] == "training 0 ms, temporary 72.0 s", "without training there is no ratio"
+    rows = table_rows({**CONTROL, "device_s": spent, "device_ratio": ratios(spent)})
+    assert rows["devices"] == "training 0 ms, temporary 72.0 s", "without training time there is no ratio"
 
 
 def test_readers_are_shown_while_there_are_any() -> None:
     buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0, "stall_share": 0.125, "pieces": 4}}
     readers = {"a:1/x": {"requests": 2048, "silent_s": 0.25}, "b:1/y": {"silent_s": 1.0}}
     leases = [{"split": n, "worker": 0, "position": 0, "reader": "a:1/x", "for_s": 1.0} for n in (3, 5)]
-    there = {"there": 2, "wanted": 3, "least": 1, "most": 4, "splits_wanted": 3, "leases_expired": 1}
-    assert "readers" not in shown()
-    there |= {"buffers": buffers, "readers": readers, "leases": leases}
-    assert shown(readers=there)["readers"].split("\n") == [
+    status_of_readers = {
+        "there": 2,
+        "wanted": 3,
+        "least": 1,
+        "most": 4,
+        "splits_wanted": 3,
+        "leases_expired": 1,
+    }
+    assert "readers" not in table_rows()
+    status_of_readers |= {"buffers": buffers, "readers": readers, "leases": leases}
+    assert table_rows(readers=status_of_readers)["readers"].split("\n") == [
         "2 of 3 wanted (1 to 4), 3 splits waited for, 1 leases expired",
         "worker 0: buffer 25 % full, 4 pieces; waited 1.0 s, 12.5 % of the time",
         "a:1/x: splits 3, 5; 2,048 requests read, last report 250 ms ago",

@@ -1,4 +1,4 @@
-"""`roostream topics`: output and exit codes."""
+"""`roostream topics`: its output and exit codes, with a fake Kafka."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.test_topic_admin import FakeAdmin
 
 @pytest.fixture
 def brokers(monkeypatch: pytest.MonkeyPatch) -> FakeAdmin:
-    """A fake of Kafka's admin client."""
+    """Replace Kafka's admin client with a fake."""
     fake = FakeAdmin()
     monkeypatch.setattr(
         topics, "open_topic_admin", lambda config: TopicAdmin(fake, config.prefix, config.partitions, config)
@@ -28,34 +28,36 @@ def test_create_shows_which_topics_were_created_and_which_exist(brokers: FakeAdm
     again = CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1", "--partitions", "2"])
     assert first.exit_code == again.exit_code == 0
     assert "samples: created" in first.output and "samples: exists" in again.output
-    done = CliRunner().invoke(cli, ["topics", "check", "--kafka", "k:1", "--partitions", "2"])
-    assert done.output == f"{len(TOPICS)} topics are as expected\n" and done.exit_code == 0
+    result = CliRunner().invoke(cli, ["topics", "check", "--kafka", "k:1", "--partitions", "2"])
+    assert result.output == f"{len(TOPICS)} topics are as expected\n" and result.exit_code == 0
 
 
 def test_create_and_check_reject_topics_with_other_settings(brokers: FakeAdmin) -> None:
     CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1"])
-    for what in ("create", "check"):
-        done = CliRunner().invoke(cli, ["topics", what, "--kafka", "k:1", "--partitions", "8"])
-        assert isinstance(done.exception, ConfigError) and "expected 8 partitions, got 4" in str(
-            done.exception
+    for command in ("create", "check"):
+        result = CliRunner().invoke(cli, ["topics", command, "--kafka", "k:1", "--partitions", "8"])
+        assert isinstance(result.exception, ConfigError) and "expected 8 partitions, got 4" in str(
+            result.exception
         )
 
 
 def test_an_address_is_required() -> None:
-    done = CliRunner().invoke(cli, ["topics", "check"])
-    assert isinstance(done.exception, ConfigError) and "key 'bootstrap': expected a value" in str(
-        done.exception
+    result = CliRunner().invoke(cli, ["topics", "check"])
+    assert isinstance(result.exception, ConfigError) and "key 'bootstrap': expected a value" in str(
+        result.exception
     )
 
 
 def test_keep_raises_retention_and_shows_it(brokers: FakeAdmin) -> None:
     CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1"])
     brokers.topics["predictions"].config["retention.ms"] = "-1"
-    done = CliRunner().invoke(cli, ["topics", "keep", "7d", "--kafka", "k:1"])
-    assert done.exit_code == 0, done.exception
+    result = CliRunner().invoke(cli, ["topics", "keep", "7d", "--kafka", "k:1"])
+    assert result.exit_code == 0, result.exception
     assert (
-        "samples: retention 168 hours\n" in done.output
-        and "predictions: retention unlimited\n" in done.output
+        "samples: retention 168 hours\n" in result.output
+        and "predictions: retention unlimited\n" in result.output
     )
-    done = CliRunner().invoke(cli, ["topics", "keep", "long", "--kafka", "k:1"])
-    assert isinstance(done.exception, ConfigError) and "expected a duration such as" in str(done.exception)
+    result = CliRunner().invoke(cli, ["topics", "keep", "long", "--kafka", "k:1"])
+    assert isinstance(result.exception, ConfigError) and "expected a duration such as" in str(
+        result.exception
+    )

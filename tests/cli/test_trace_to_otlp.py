@@ -1,5 +1,5 @@
-"""One request as a collector gets it: serving's span and those of `roostream trace`, by OpenTelemetry's SDK
-and its exporter."""
+"""One request as an OpenTelemetry collector receives it: the span of serving and the spans of `roostream
+trace`, sent by OpenTelemetry's own SDK and exporter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from serving.http.app import HttpInterface
 from tests.contract.source_tree import ROOT
-from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -46,8 +46,8 @@ def collector() -> Iterator[Any]:
         yield running
 
 
-def sdk_of(name: str, collector: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a program's environment makes of the SDK."""
+def make_sdk(name: str, collector: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Configure OpenTelemetry's SDK as a program does from its environment."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -59,8 +59,8 @@ def sdk_of(name: str, collector: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return provider
 
 
-def logged_by(built: Built) -> Record:
-    (found,) = built.records()
+def logged_impression(serving: InProcessServing) -> Record:
+    (found,) = serving.records()
     return Record(IMPRESSIONS, 0, 41, NOW_MS, found.key, found.value)
 
 
@@ -71,8 +71,8 @@ def joined(impression: Record) -> Record:
     return Record(SAMPLES, 0, 42, NOW_MS, sample.key, sample.value)
 
 
-def learned_from(sample: Record) -> list[Record]:
-    """What worker and shard say of it."""
+def training_records(sample: Record) -> list[Record]:
+    """Return the records that a worker and a shard write for this sample."""
     _, message = wire.decode(sample.value)
     assert isinstance(message, pb.Sample)
     (table, key), *_ = KEYS
@@ -89,31 +89,30 @@ def test_a_collector_gets_one_request_as_one_trace(
     collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sdks = {
-        f"roostream.{name}": sdk_of(f"roostream-{name}", collector, monkeypatch)
+        f"roostream.{name}": make_sdk(f"roostream-{name}", collector, monkeypatch)
         for name in ("serving", "trace")
     }
     monkeypatch.setattr(trace, "get_tracer", lambda name: sdks[name].get_tracer(name))
-    built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    asked = TestClient(HttpInterface(built.context)).post(
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), tracing=True)
+    response = TestClient(HttpInterface(serving.context)).post(
         "/v1/rank", json=BODY, headers={"traceparent": f"00-{TRACE}-{CALLER}-01"}
     )
-    impression = logged_by(built)
-    built.close()
+    impression = logged_impression(serving)
+    serving.close()
     sample = joined(impression)
-    followed = RequestTrace("r-1", lambda record: KEYS)
-    for at_ms, record in enumerate((impression, sample, *learned_from(sample)), NOW_MS):
-        followed.add(record, at_ms)
-    assert asked.status_code == 200 and followed.is_complete
-    assert export_spans(followed, followed.traceparent, NOW_MS - 5) == 4
+    request_trace = RequestTrace("r-1", lambda record: KEYS)
+    for at_ms, record in enumerate((impression, sample, *training_records(sample)), NOW_MS):
+        request_trace.add(record, at_ms)
+    assert response.status_code == 200 and request_trace.is_complete
+    assert export_spans(request_trace, request_trace.traceparent, NOW_MS - 5) == 4
     for sdk in sdks.values():
         sdk.shutdown()
     chain = collector.of(TRACE)
-    assert len(chain) == len(collector.told) == 5 and chain[0].parent == CALLER
-    assert followed.traceparent == f"00-{TRACE}-{chain[0].span}-01", (
-        "what Kafka carries is serving's own span"
+    assert len(chain) == len(collector.spans) == 5 and chain[0].parent == CALLER
+    assert request_trace.traceparent == f"00-{TRACE}-{chain[0].span}-01", (
+        "the records in Kafka carry serving's own span"
     )
-    told = [(span.service, span.name, span.kind) for span in chain]
-    assert told == [
+    assert [(span.service, span.name, span.kind) for span in chain] == [
         ("roostream-serving", "POST /v1/rank", "server"),
         ("roostream-trace", "serving logged", "consumer"),
         ("roostream-trace", "joiner joined", "consumer"),
@@ -130,10 +129,14 @@ def test_a_collector_gets_one_request_as_one_trace(
     ]
 
 
-def check_attributes(about: list[dict[str, Any]]) -> None:
-    """By OpenTelemetry's names where it has some, ours below `roostream.`."""
-    asked, logged, joined, trained, published = about
-    assert asked == {"http.request.method": "POST", "url.path": "/v1/rank", "http.response.status_code": 200}
+def check_attributes(attributes: list[dict[str, Any]]) -> None:
+    """Assert that attributes have OpenTelemetry's standard names, or names that begin with `roostream.`."""
+    request, logged, joined, trained, published = attributes
+    assert request == {
+        "http.request.method": "POST",
+        "url.path": "/v1/rank",
+        "http.response.status_code": 200,
+    }
     topics = [(IMPRESSIONS, 41), (SAMPLES, 42), (PREDICTIONS, 43), (ROWS, 44)]
     for step, (topic, offset) in zip((logged, joined, trained, published), topics, strict=True):
         assert step["messaging.system"] == "kafka" and step["messaging.destination.name"] == topic
@@ -147,45 +150,48 @@ def check_attributes(about: list[dict[str, Any]]) -> None:
 def test_a_caller_without_sampling_exports_no_span(
     collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sdk = sdk_of("roostream-serving", collector, monkeypatch)
+    sdk = make_sdk("roostream-serving", collector, monkeypatch)
     monkeypatch.setattr(trace, "get_tracer", sdk.get_tracer)
-    built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    TestClient(HttpInterface(built.context)).post(
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), tracing=True)
+    TestClient(HttpInterface(serving.context)).post(
         "/v1/rank", json=BODY, headers={"traceparent": f"00-{TRACE}-{CALLER}-00"}
     )
-    _, impression = wire.decode(logged_by(built).value)
-    built.close()
+    _, impression = wire.decode(logged_impression(serving).value)
+    serving.close()
     sdk.shutdown()
     assert (
-        collector.told == [] and isinstance(impression, pb.Impression) and impression.header.traceparent == ""
+        collector.spans == []
+        and isinstance(impression, pb.Impression)
+        and impression.header.traceparent == ""
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_serving_as_the_page_starts_it_shows_a_collector(collector: Any, tmp_path: Path) -> None:
-    """docs/http.md's own words: OpenTelemetry's command, its SDK by its variables; Kafka, Redis and shards
-    are away."""
+def test_serving_started_as_documented_sends_its_span_to_a_collector(collector: Any, tmp_path: Path) -> None:
+    """Run the command and the environment variables that docs/http.md prints. Kafka, Redis and the shards are
+    unreachable.
+    """
     page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
     (variables,) = re.findall(r"^export OTEL_EXPORTER.*$", page, re.MULTILINE)
     (describe_step,) = re.findall(r"^OTEL_SERVICE.* serving .*$", page, re.MULTILINE)
-    told = dict(
+    documented_variables = dict(
         word.split("=", 1) for word in (*variables.split()[1:], *describe_step.split()) if "=" in word
     )
     assert (
-        told["OTEL_SERVICE_NAME"] == "roostream-serving"
+        documented_variables["OTEL_SERVICE_NAME"] == "roostream-serving"
         and " opentelemetry-instrument -- roostream serving --config" in describe_step
     )
     (tmp_path / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
     init_store(tmp_path / "store")
-    own = {
+    settings = {
         "listen": "127.0.0.1:0",
         "schema": "schema.toml",
         "store": "store",
         "home": "home",
         "bootstrap": "127.0.0.1:1",
     }
-    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items())
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
     (tmp_path / "serving.toml").write_text(
         f'{text}shards = ["127.0.0.1:1"]\nredis = "redis://127.0.0.1:1/0"\ntracing = true\n'
     )
@@ -197,7 +203,12 @@ def test_serving_as_the_page_starts_it_shows_a_collector(collector: Any, tmp_pat
         "roostream.cli.main",
         "serving",
     )
-    environ = {**os.environ, **told, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "PYTHONPATH": str(ROOT)}
+    environ = {
+        **os.environ,
+        **documented_variables,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "PYTHONPATH": str(ROOT),
+    }
     environ |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
     log = tmp_path / "log"
     with (
@@ -207,7 +218,7 @@ def test_serving_as_the_page_starts_it_shows_a_collector(collector: Any, tmp_pat
         ) as serving,
     ):
         try:
-            end_s = time.monotonic() + 600  # its imports, on a machine that is busy
+            end_s = time.monotonic() + 600  # its imports are slow on a busy machine
             while (
                 not (found := re.search(r"serving on (http://[^,\s]+)", log.read_text()))
                 and time.monotonic() < end_s

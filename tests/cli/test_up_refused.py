@@ -1,4 +1,4 @@
-"""`roostream up` and `status` of a stack one program of which can't be as it was told to."""
+"""`roostream up` and `roostream status` of a stack in which one program cannot run with its settings."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def test_a_wrong_archive_is_reported_once_and_not_retried(folder: Path) -> None:
     assert trouble.startswith(f"failed: {sentence}") and str(log) in trouble
     assert status["programs"]["controller"]["restarts"] == 0
     assert log.read_text().count(sentence) == 1
-    shown = roostream(folder, "status", "--home", "home")
+    status_output = roostream(folder, "status", "--home", "home")
     assert (
-        shown.returncode == 1
-        and "NOT READY" in shown.stdout
-        and "is no table" in " ".join(shown.stdout.replace("│", " ").split())
+        status_output.returncode == 1
+        and "NOT READY" in status_output.stdout
+        and "is no table" in " ".join(status_output.stdout.replace("│", " ").split())
     )
 
 
 def test_an_unavailable_store_is_awaited_and_shown_by_status(folder: Path) -> None:
-    place = ("--from-warehouse", "s3://bucket/prefix", "--wait", "45")
-    up = roostream(folder, "up", "--home", "home", *place)
+    arguments = ("--from-warehouse", "s3://bucket/prefix", "--wait", "45")
+    up = roostream(folder, "up", "--home", "home", *arguments)
     assert up.returncode == 1 and "controller: " in up.stderr, up.stderr
 
     def troubles() -> dict[str, str]:
         status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
         return status["troubles"]
 
-    end_s = time.monotonic() + 300  # the controller goes on trying, on a machine that is busy also to begin
-    while "s3://bucket/prefix" not in (told := json.dumps(troubles())) and time.monotonic() < end_s:
+    end_s = time.monotonic() + 300  # the controller keeps retrying; on a busy machine, it also starts late
+    while "s3://bucket/prefix" not in (reported := json.dumps(troubles())) and time.monotonic() < end_s:
         time.sleep(1)
-    assert "s3://bucket/prefix" in told
+    assert "s3://bucket/prefix" in reported

@@ -1,4 +1,5 @@
-"""`roostream versions`: asks the admin interface, tells it in lines, and a refusal in one sentence."""
+"""`roostream versions` calls serving's admin interface, prints one line per model version, and reports a
+refusal in one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from roostream.cli.main import cli
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
 
 TOKEN = "0123456789abcdef"
-TOLD = {
+VERSIONS = {
     "served": "1-2",
     "activated": "1-2",
     "versions": [
@@ -43,13 +44,13 @@ TOLD = {
 }
 
 
-class Admin(HTTPServer):
-    """Answers as serving does; remembers what was asked."""
+class FakeAdminServer(HTTPServer):
+    """A fake admin interface. It sends `answer` and records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[tuple[str, str, str]] = []
-        self.answer: tuple[int, Any] = (200, TOLD)
+        self.requests: list[tuple[str, str, str]] = []
+        self.answer: tuple[int, Any] = (200, VERSIONS)
 
     @property
     def address(self) -> str:
@@ -57,12 +58,12 @@ class Admin(HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Admin
+    server: FakeAdminServer
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.command, self.path, self.headers["authorization"]))
-        status, told = self.server.answer
-        body = told if isinstance(told, bytes) else json.dumps(told).encode()
+        self.server.requests.append((self.command, self.path, self.headers["authorization"]))
+        status, content = self.server.answer
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -71,12 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Do not log requests."""
 
 
 @pytest.fixture
-def admin() -> Iterator[Admin]:
-    server = Admin()
+def admin() -> Iterator[FakeAdminServer]:
+    server = FakeAdminServer()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -100,7 +101,7 @@ def versions(address: str, token: Path, *arguments: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked"),
+    ("arguments", "request_line"),
     [
         (("list",), ("GET", "/admin/v1/versions")),
         (("activate", "1-2"), ("POST", "/admin/v1/versions/1-2/activate")),
@@ -109,10 +110,10 @@ def versions(address: str, token: Path, *arguments: str) -> Result:
     ],
 )
 def test_each_command_shows_the_loaded_versions(
-    admin: Admin, token: Path, arguments: tuple[str, ...], asked: tuple[str, str]
+    admin: FakeAdminServer, token: Path, arguments: tuple[str, ...], request_line: tuple[str, str]
 ) -> None:
     lines = versions(admin.address, token, *arguments).output.splitlines()
-    assert admin.asked == [(*asked, f"Bearer {TOKEN}")]
+    assert admin.requests == [(*request_line, f"Bearer {TOKEN}")]
     assert (
         lines[0].startswith("1-3  held, shadow  committed ")
         and lines[1] == "1-2  served, until resume  initial weights"
@@ -121,7 +122,7 @@ def test_each_command_shows_the_loaded_versions(
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "text"),
+    ("status", "content", "text"),
     [
         (
             404,
@@ -133,9 +134,9 @@ def test_each_command_shows_the_loaded_versions(
     ],
 )
 def test_a_refusal_is_reported_in_one_sentence(
-    admin: Admin, token: Path, status: int, told: Any, text: str
+    admin: FakeAdminServer, token: Path, status: int, content: Any, text: str
 ) -> None:
-    admin.answer = (status, told)
+    admin.answer = (status, content)
     with pytest.raises(ConfigError, match=text):
         versions(admin.address, token, "activate", "1-9")
 
@@ -149,7 +150,7 @@ def test_an_unreachable_process_and_a_missing_token_are_reported(token: Path, tm
         versions("nowhere", token, "list")
 
 
-def test_an_answer_that_is_not_json_is_refused(admin: Admin, token: Path) -> None:
+def test_an_answer_that_is_not_json_is_refused(admin: FakeAdminServer, token: Path) -> None:
     admin.answer = (200, b"<html>")
     with pytest.raises(UnavailableError, match="admin interface at 127"):
         versions(admin.address, token, "list")

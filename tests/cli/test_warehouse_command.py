@@ -1,4 +1,4 @@
-"""What lies in a warehouse is told, to people and to machines."""
+"""`roostream inspect table` and `inspect file` describe a warehouse, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.warehouse.sample_cases import rich_schema
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> str:
+def warehouse(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("warehouse")
     archiver, _, _ = an_archiver(folder, topic(rich_schema(), 20))
     archiver.open()
@@ -27,39 +27,42 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def told(*arguments: str) -> str:
-    found = CliRunner().invoke(inspect, arguments, catch_exceptions=False)
-    assert found.exit_code == 0
-    return found.output
+def run_command(*arguments: str) -> str:
+    result = CliRunner().invoke(inspect, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
 
 
-def test_a_table_s_days_are_reported(place: str) -> None:
-    said = json.loads(told("table", place, "--json", "--files"))
-    assert (said["requests"], said["files"], said["sealed_files"], said["schemas"]) == (40, 2, 0, 1)
-    assert said["last_offsets"] == {"0": 19, "1": 19} and [day["day"] for day in said["days"]] == [
+def test_the_days_of_a_table_are_reported(warehouse: str) -> None:
+    report = json.loads(run_command("table", warehouse, "--json", "--files"))
+    assert (report["requests"], report["files"], report["sealed_files"], report["schemas"]) == (40, 2, 0, 1)
+    assert report["last_offsets"] == {"0": 19, "1": 19} and [day["day"] for day in report["days"]] == [
         "1970-01-01"
     ]
-    assert len(said["paths"]) == 2 and said["pins"] == ["pins/samples.session-1"]
-    assert json.loads(told("table", place, "--table", "corrections", "--json"))["bytes_a_candidate"] is None
-    text = told("table", place, "--files")
-    assert "1970-01-01" in text and said["paths"][0] in text
+    assert len(report["paths"]) == 2 and report["pins"] == ["pins/samples.session-1"]
+    assert (
+        json.loads(run_command("table", warehouse, "--table", "corrections", "--json"))["bytes_a_candidate"]
+        is None
+    )
+    text = run_command("table", warehouse, "--files")
+    assert "1970-01-01" in text and report["paths"][0] in text
 
 
-def test_columns_of_a_file_are_listed_in_storage_order(place: str) -> None:
-    path = json.loads(told("table", place, "--json", "--files"))["paths"][0]
-    said = json.loads(told("file", place, path, "--json"))
-    columns = {its["column"]: its for its in said["columns"]}
-    assert list(columns)[:2] == ["offset", "close_ms"] and said["requests"] == 20
+def test_columns_of_a_file_are_listed_in_storage_order(warehouse: str) -> None:
+    path = json.loads(run_command("table", warehouse, "--json", "--files"))["paths"][0]
+    report = json.loads(run_command("file", warehouse, path, "--json"))
+    columns = {column["column"]: column for column in report["columns"]}
+    assert list(columns)[:2] == ["offset", "close_ms"] and report["requests"] == 20
     assert (
         "BYTE_STREAM_SPLIT" in columns["ro__hour"]["encodings"]
         and "DELTA_BINARY_PACKED" in columns["close_ms"]["encodings"]
     )
-    assert abs(sum(its["share"] for its in columns.values()) - 1) < 0.01
-    assert "ro__history" in told("file", place, path)
+    assert abs(sum(column["share"] for column in columns.values()) - 1) < 0.01
+    assert "ro__history" in run_command("file", warehouse, path)
 
 
-def test_a_missing_table_or_file_is_reported(place: str, tmp_path: Path) -> None:
+def test_a_missing_table_or_file_is_reported(warehouse: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="samples has no file 'x'"):
-        told("file", place, "x")
+        run_command("file", warehouse, "x")
     with pytest.raises(CheckpointError, match="is no table"):
-        told("table", str(tmp_path))
+        run_command("table", str(tmp_path))

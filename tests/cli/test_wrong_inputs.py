@@ -1,4 +1,4 @@
-"""A wrong input of any command is answered in one sentence that says what to do, with exit code 2."""
+"""Every command answers a wrong input with exit code 2 and one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = {
 LOG = ("--schema", SHOP, "--log", "log.jsonl")
 REPLAY = ("replay", "jsonl", *LOG, "--engine", "local")
 TABLE = ("--impressions", "x.parquet", "--engagements", "x.parquet")
-WRONG: list[tuple[str, ...]] = [  # a word of the message, then the command
+WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then the command
     ("no such file", "check", "--schema", "nothere.toml", "--log", "log.jsonl"),
     ("no such file", "check", "--schema", SHOP, "--log", "nothere.jsonl"),
     ("got a folder", "check", "--schema", SHOP, "--log", "folder"),
@@ -126,26 +126,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answered(
+def run_command(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> tuple[object, str]:
-    """Exit code and standard error of `roostream ARGUMENTS`."""
+    """Run `roostream ARGUMENTS`. Return the exit code and standard error."""
     monkeypatch.setattr(sys, "argv", ["roostream", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code, capfd.readouterr().err
 
 
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(case[1:])[:60])
+@pytest.mark.parametrize("case", WRONG_INPUTS, ids=lambda case: " ".join(case[1:])[:60])
 def test_a_wrong_input_is_answered_in_one_sentence_that_says_what_to_do(
     case: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     word, *arguments = case
-    code, said = answered(tuple(arguments), monkeypatch, capfd)
-    last = said.strip().splitlines()[-1]
-    assert code == 2 and last.startswith("error: ") and word in last, said
-    assert "; " in last or ". " in last, f"{last}: says what is wrong, and not what to do"
-    assert "Traceback" not in said and "Error(" not in said and "[Errno" not in said, said
+    code, error = run_command(tuple(arguments), monkeypatch, capfd)
+    last = error.strip().splitlines()[-1]
+    assert code == 2 and last.startswith("error: ") and word in last, error
+    assert "; " in last or ". " in last, f"{last}: expected the message to say what to do"
+    assert "Traceback" not in error and "Error(" not in error and "[Errno" not in error, error
 
 
 @pytest.mark.parametrize(
@@ -183,34 +183,34 @@ def test_wrong_arguments_name_the_help_of_the_command(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    code, said = answered(arguments, monkeypatch, capfd)
-    assert code == 2 and said.startswith("Usage: roostream") and "--help' for help" in said, said
-    assert "Traceback" not in said
+    code, error = run_command(arguments, monkeypatch, capfd)
+    assert code == 2 and error.startswith("Usage: roostream") and "--help' for help" in error, error
+    assert "Traceback" not in error
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "folder", "loop"])
 
 
-def test_a_folder_that_was_deleted_is_named(
+def test_a_deleted_current_folder_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "gone").mkdir()
     monkeypatch.chdir(folder / "gone")
     (folder / "gone").rmdir()
-    code, said = answered(("status",), monkeypatch, capfd)
+    code, error = run_command(("status",), monkeypatch, capfd)
     monkeypatch.chdir(folder)
-    assert code == 2 and "current folder does not exist" in said and len(said.splitlines()) == 1
+    assert code == 2 and "current folder does not exist" in error and len(error.splitlines()) == 1
 
 
-def test_what_a_terminal_cannot_show_is_escaped(folder: Path) -> None:
+def test_characters_that_a_terminal_cannot_show_are_escaped(folder: Path) -> None:
     command = (sys.executable, "-m", "roostream.cli.main", "check", "--schema", SHOP, "--log", "two.jsonl")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert b"requests" in done.stdout and done.stdout.isascii() and b"Traceback" not in done.stderr
 
 
-def test_a_port_in_use_is_named(
+def test_a_port_in_use_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, said = answered(("up", "--home", "home", "--port", f"serving={port}"), monkeypatch, capfd)
-    assert code == 2 and f"port {port} for serving is in use; " in said
+        code, error = run_command(("up", "--home", "home", "--port", f"serving={port}"), monkeypatch, capfd)
+    assert code == 2 and f"port {port} for serving is in use; " in error

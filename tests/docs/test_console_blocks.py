@@ -1,7 +1,7 @@
-"""The tutorials run as they stand: every block marked `console` is executed, and its output compared.
+"""Every tutorial works as printed: each `console` block is executed and its output compared with the page.
 
 A line that begins with `$ ` is a command, one with `> ` continues it, and the lines below are its output.
-Numbers are compared as numbers of any value, `…` stands for any text, and a line `...` for any lines.
+Any number matches any other, `…` matches any text, and a line `...` matches any lines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MARK = "@@@ "
 
 @dataclasses.dataclass
 class Step:
-    """A command and the lines that it should print."""
+    """A command of a tutorial, and the output lines that the page shows for it."""
 
     command: str
     expected: list[str]
 
 
-def steps(page: str) -> list[Step]:
+def parse_steps(page: str) -> list[Step]:
     found: list[Step] = []
     for block in _BLOCK.findall(page):
         for line in block.splitlines():
@@ -45,12 +45,12 @@ def steps(page: str) -> list[Step]:
     return found
 
 
-def pattern(line: str) -> re.Pattern[str]:
-    """The line with any numbers, any text for `…`, and any width of gaps."""
+def compile_pattern(line: str) -> re.Pattern[str]:
+    """Compile `line` to a pattern in which a number matches any number, `…` any text, a space any width."""
     parts = re.split(r"(…|\d[\d,.]*|\s+)", line.strip())
-    kinds = {"…": ".*"}
+    patterns = {"…": ".*"}
     text = "".join(
-        kinds.get(part)
+        patterns.get(part)
         or (r"\s+" if part.isspace() else r"\d[\d,.]*" if part[:1].isdigit() else re.escape(part))
         for part in parts
         if part
@@ -58,13 +58,13 @@ def pattern(line: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def missing(step: Step, output: str) -> str | None:
-    """The first expected line that the output does not have behind those before it."""
+def first_missing_line(step: Step, output: str) -> str | None:
+    """Return the first expected line that is not in the output after the lines before it, or None."""
     lines = iter(output.splitlines())
     for expected in step.expected:
         if expected.strip() == "...":
             continue
-        wanted = pattern(expected)
+        wanted = compile_pattern(expected)
         if not any(wanted.search(line) for line in lines):
             return expected
     return None
@@ -79,25 +79,25 @@ def missing(step: Step, output: str) -> str | None:
         (["a (x)"], "a x", False),  # no regular expressions
     ],
 )
-def test_output_is_compared_in_its_stable_parts(expected: list[str], printed: str, found: bool) -> None:
-    assert (missing(Step("", expected), printed) is None) is found
+def test_comparison_ignores_numbers_gaps_and_ellipses(expected: list[str], printed: str, found: bool) -> None:
+    assert (first_missing_line(Step("", expected), printed) is None) is found
 
 
 def test_commands_span_lines_and_have_their_own_output() -> None:
     page = "text\n```console\n$ one '\n> two'\nout\n$ three\n```\n```\n$ not run\n```\n"
-    assert steps(page) == [Step("one '\ntwo'", ["out"]), Step("three", [])]
+    assert parse_steps(page) == [Step("one '\ntwo'", ["out"]), Step("three", [])]
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
+def test_tutorial_commands_succeed_and_print_the_documented_output(page: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    todo = steps(page.read_text(encoding="utf-8"))
+    steps = parse_steps(page.read_text(encoding="utf-8"))
     script = "\n".join(
         f"printf '\\n%s\\n' '{_MARK}{number}'\n{step.command}\nprintf '\\n%s\\n' '{_MARK}status '$?"
-        for number, step in enumerate(todo)
+        for number, step in enumerate(steps)
     )
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     shell = subprocess.Popen(
@@ -112,21 +112,21 @@ def test_the_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
     try:
         printed, _ = shell.communicate(timeout=LIMIT_S)
     finally:
-        _end(shell, tmp_path)
+        _stop(shell, tmp_path)
     outputs = re.split(rf"^{_MARK}\d+\n", printed, flags=re.MULTILINE)[1:]
-    assert len(outputs) == len(todo), printed[-3000:]
+    assert len(outputs) == len(steps), printed[-3000:]
     problems = []
-    for step, output in zip(todo, outputs, strict=True):
+    for step, output in zip(steps, outputs, strict=True):
         text, _, status = output.rpartition(f"{_MARK}status ")
         if status.strip() != "0":
             problems.append(f"$ {step.command}\nexit code {status.strip()}:\n{text}")
-        if (line := missing(step, text)) is not None:
+        if (line := first_missing_line(step, text)) is not None:
             problems.append(f"$ {step.command}\nexpected {line!r} in:\n{text}")
     assert not problems, "\n\n".join(problems)
 
 
-def _end(shell: subprocess.Popen[str], folder: Path) -> None:
-    """Stop what the page started: its stacks in order, then whatever is left in its session."""
+def _stop(shell: subprocess.Popen[str], folder: Path) -> None:
+    """Stop the stacks that the page started, then every process left in the shell's session."""
     for stack in folder.glob("*/stack.json"):
         command = (shutil.which("roostream") or "roostream", "down", "--home", str(stack.parent))
         subprocess.run(command, capture_output=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""Tests that the documentation names as evidence."""
+"""Every test that the documentation names as evidence exists."""
 
 from __future__ import annotations
 

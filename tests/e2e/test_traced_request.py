@@ -118,7 +118,7 @@ def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     first is a child of the caller's."""
     trace = follow(stack, collector, tmp_path, "followed-1", f"00-{TRACE}-{CALLER}-01")
     wait_until(
-        "all spans are exported", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60
+        "all spans are exported", lambda: sum(s.trace == TRACE for s in collector.spans) >= 1 + len(STEPS), 60
     )
     root_span, *steps = collector.of(TRACE)
     assert (root_span.service, root_span.name, root_span.kind, root_span.parent) == (
@@ -160,4 +160,4 @@ def test_a_caller_without_sampling_is_logged_but_not_exported(
 def test_only_spans_of_the_callers_trace_are_exported(stack: Stack, collector: Any) -> None:
     """Simulated users send no trace context, and no sampler selects their requests."""
     assert stack.stop_program("serving") == [], "serving must stop in time by itself"
-    assert {span.trace for span in collector.told} == {TRACE}
+    assert {span.trace for span in collector.spans} == {TRACE}

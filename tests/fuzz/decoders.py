@@ -1,5 +1,5 @@
-"""All decoders of external bytes: valid inputs, and the errors with which they may reject others. Any other
-error is a defect."""
+"""Fuzz targets: every decoder of bytes from outside, with valid inputs and the errors it may raise for
+invalid ones. Any other error is a defect."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from tests.runtime.manifest_cases import encoded
 from tests.serving.serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-WHO = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
-COLUMNS = {
+REQUEST_FIELDS = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
+CANDIDATE_COLUMNS = {
     "item_id": [8, "nine", 10],
     "topics": [[1, 2], 7, None],
     "age_h": [2.5, None, None],
@@ -49,31 +49,39 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A decoder `read`, and valid inputs `seeds`."""
+    """A decoder, valid inputs to mutate (`seeds`), and the errors it may raise for invalid input."""
 
-    read: Callable[[bytes], object]
+    decode: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
-    refuses: tuple[type[Exception], ...] = (RequestError,)
+    errors: tuple[type[Exception], ...] = (RequestError,)
 
-    def try_one(self, data: bytes) -> bool:
-        """Whether `data` is accepted. Raises undeclared errors."""
+    def accepts(self, data: bytes) -> bool:
+        """Return whether the decoder accepts `data`. Errors that are not declared in `errors` propagate."""
         try:
-            self.read(data)
-        except self.refuses:
+            self.decode(data)
+        except self.errors:
             return False
         return True
 
 
 def targets() -> dict[str, Target]:
-    """Fresh targets by name."""
-    return {**_bodies(SCHEMA), **_records(SCHEMA), **_files()}
+    """Build all targets, by name."""
+    return {**_request_body_targets(SCHEMA), **_record_targets(SCHEMA), **_file_targets()}
 
 
-def _bodies(schema: Schema) -> dict[str, Target]:
-    rank, engage, found = JsonParser(schema), EngagementParser(schema), RetrieveParser(schema, 0)
-    plain = tuple(
+def _request_body_targets(schema: Schema) -> dict[str, Target]:
+    rank_parser, engagement_parser, retrieve_parser = (
+        JsonParser(schema),
+        EngagementParser(schema),
+        RetrieveParser(schema, 0),
+    )
+    rank_bodies = tuple(
         _json(body)
-        for body in (BODY, {**BODY, "candidates": COLUMNS}, {**BODY, "append": True, "first_position": 3})
+        for body in (
+            BODY,
+            {**BODY, "candidates": CANDIDATE_COLUMNS},
+            {**BODY, "append": True, "first_position": 3},
+        )
     )
     click = {
         "request_id": "r-1",
@@ -84,8 +92,8 @@ def _bodies(schema: Schema) -> dict[str, Target]:
         "event_id": "e",
         "time_ms": 5,
     }
-    asked = {
-        **WHO,
+    retrieve_body = {
+        **REQUEST_FIELDS,
         "k": 5,
         "exclude": [1, "i3"],
         "among": [2, "i6"],
@@ -93,26 +101,31 @@ def _bodies(schema: Schema) -> dict[str, Target]:
         "filter": {"lang": ["da", "en"]},
     }
     return {
-        "rank-json": Target(read=rank.parse, seeds=plain),
+        "rank-json": Target(decode=rank_parser.parse, seeds=rank_bodies),
         "rank-protobuf": Target(
-            read=functools.partial(parse_impression, schema), seeds=(_impression(schema),)
+            decode=functools.partial(parse_impression, schema), seeds=(_impression(schema),)
         ),
         "engagements": Target(
-            read=lambda data: engage.parse(data, NOW_MS), seeds=(_json(click), _json([click, click]))
+            decode=lambda data: engagement_parser.parse(data, NOW_MS),
+            seeds=(_json(click), _json([click, click])),
         ),
-        "retrieve": Target(read=found.retrieve, seeds=(_json(asked),)),
+        "retrieve": Target(decode=retrieve_parser.retrieve, seeds=(_json(retrieve_body),)),
         "recommend": Target(
-            read=found.recommend, seeds=(_json({**asked, "retrieved": 9, "model_version": "1-2"}),)
+            decode=retrieve_parser.recommend,
+            seeds=(_json({**retrieve_body, "retrieved": 9, "model_version": "1-2"}),),
         ),
-        "inference": Target(read=functools.partial(_infer, FeatureTensors(schema)), seeds=_inferences()),
+        "inference": Target(
+            decode=functools.partial(_decode_inference, FeatureTensors(schema)), seeds=_inference_requests()
+        ),
         "inflated": Target(
-            read=_inflated, seeds=(b"\0" + zlib.compress(plain[0]), b"\1" + zlib.compress(plain[0], wbits=31))
+            decode=_decode_compressed,
+            seeds=(b"\0" + zlib.compress(rank_bodies[0]), b"\1" + zlib.compress(rank_bodies[0], wbits=31)),
         ),
-        "query": Target(read=_query, seeds=(b"append=true&ranked=false&top=10\n250", b"top=1\n1")),
+        "query": Target(decode=_decode_query, seeds=(b"append=true&ranked=false&top=10\n250", b"top=1\n1")),
     }
 
 
-def _records(schema: Schema) -> dict[str, Target]:
+def _record_targets(schema: Schema) -> dict[str, Target]:
     decoder = Decoder(schema, {schema.fingerprint: schema}.get)
     records = tuple(
         bytes.fromhex(file.read_text()) for file in sorted(GOLDEN.glob("*.hex")) if file.stem != "rank_answer"
@@ -122,48 +135,50 @@ def _records(schema: Schema) -> dict[str, Target]:
     )
 
     def samples(data: bytes) -> None:
-        """Never raises; rejects are returned beside the batch."""
+        """Decode one sample. The decoder returns rejected records beside the batch and never raises."""
         decoder.decode([wire.Record("samples", 0, 0, NOW_MS, None, data)], corrections=True)
 
     return {
-        "record": Target(read=wire.decode, seeds=records, refuses=(WireError,)),
-        "samples": Target(read=samples, seeds=(_sample(schema), *records), refuses=()),
+        "record": Target(decode=wire.decode, seeds=records, errors=(WireError,)),
+        "samples": Target(decode=samples, seeds=(_sample(schema), *records), errors=()),
         "log-segment": Target(
-            read=lambda data: (decode_header(data), list(scan(data, 5))), seeds=(segment,), refuses=()
+            decode=lambda data: (decode_header(data), list(scan(data, 5))), seeds=(segment,), errors=()
         ),
     }
 
 
-def _files() -> dict[str, Target]:
-    outer = json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
+def _file_targets() -> dict[str, Target]:
+    golden_manifest = json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
     item = {
         "item_id": 8,
         "topics": [1, 7],
         "age_h": 2.5,
         "attributes": {"lang": "da", "tags": [1, "all"], "paid": True},
     }
-    lines = b"\n".join((_json(item), _json({**item, "item_id": "i9"})))
+    catalogue = b"\n".join((_json(item), _json({**item, "item_id": "i9"})))
     keys = encode_key_file([new_key("web", ["rank", "engage"], 0)[1], new_key("ops", ["admin"], 5, 9)[1]])
     tensors = tensor_file.encode({"a": np.arange(4.0), "b": np.arange(6.0).reshape(2, 3)}, {"k": "v"})
     return {
         "catalogue": Target(
-            read=lambda data: read_catalogue(SCHEMA, data.split(b"\n")),
-            seeds=(lines,),
-            refuses=(ConfigError,),
+            decode=lambda data: read_catalogue(SCHEMA, data.split(b"\n")),
+            seeds=(catalogue,),
+            errors=(ConfigError,),
         ),
-        "keys": Target(read=decode_key_file, seeds=(keys,), refuses=(ConfigError,)),
-        "manifest": Target(read=_manifest, seeds=(_json(outer["body"]),), refuses=(CheckpointError,)),
-        "tensors": Target(read=tensor_file.decode, seeds=(tensors,), refuses=(CheckpointError,)),
+        "keys": Target(decode=decode_key_file, seeds=(keys,), errors=(ConfigError,)),
+        "manifest": Target(
+            decode=_manifest, seeds=(_json(golden_manifest["body"]),), errors=(CheckpointError,)
+        ),
+        "tensors": Target(decode=tensor_file.decode, seeds=(tensors,), errors=(CheckpointError,)),
     }
 
 
 def _manifest(data: bytes) -> object:
-    """Read a manifest with a valid checksum, so that the code behind the check is reached."""
+    """Decode `data` as the body of a manifest with a valid checksum, so that fuzzing gets past the check."""
     try:
-        whole = encoded(json.loads(data))
+        content = encoded(json.loads(data))
     except (ValueError, RecursionError):
-        whole = data
-    return manifest.decode(whole)
+        content = data
+    return manifest.decode(content)
 
 
 def _json(value: object) -> bytes:
@@ -203,9 +218,10 @@ def _sample(schema: Schema) -> bytes:
     )
 
 
-def _inferences() -> tuple[bytes, ...]:
-    """Inputs whose first byte tells whether a header length of ten digits follows."""
-    head = {
+def _inference_requests() -> tuple[bytes, ...]:
+    """Inference requests. `J` is followed by JSON; `B` by the header's length in ten digits, the header and
+    data."""
+    json_request = {
         "id": "r-1",
         "parameters": {"user_id": 17, "session_id": 4},
         "inputs": [
@@ -215,30 +231,30 @@ def _inferences() -> tuple[bytes, ...]:
             {"name": "topics:lengths", "shape": [2], "datatype": "INT32", "data": [2, 1]},
         ],
     }
-    binary: Any = json.loads(_json(head))
+    binary_request: Any = json.loads(_json(json_request))
     data = {
         "item_id": b"\1\0\0\0a\1\0\0\0b",
         "mood": b"\0\0\0\x3f",
         "topics": bytes(24),
         "topics:lengths": b"\2\0\0\0\1\0\0\0",
     }
-    for given in binary["inputs"]:
-        del given["data"]
-        given["parameters"] = {"binary_data_size": len(data[given["name"]])}
-    whole = _json(binary)
-    return b"J" + _json(head), b"B%010d" % len(whole) + whole + b"".join(data.values())
+    for tensor in binary_request["inputs"]:
+        del tensor["data"]
+        tensor["parameters"] = {"binary_data_size": len(data[tensor["name"]])}
+    header = _json(binary_request)
+    return b"J" + _json(json_request), b"B%010d" % len(header) + header + b"".join(data.values())
 
 
-def _infer(tensors: FeatureTensors, data: bytes) -> object:
+def _decode_inference(tensors: FeatureTensors, data: bytes) -> object:
     is_binary = data[:1] == b"B"
-    asked = parse_inference(data[11:] if is_binary else data[1:], data[1:11] if is_binary else None)
-    return tensors.build_request(asked, "")
+    request = parse_inference(data[11:] if is_binary else data[1:], data[1:11] if is_binary else None)
+    return tensors.build_request(request, "")
 
 
-def _inflated(data: bytes) -> bytes:
+def _decode_compressed(data: bytes) -> bytes:
     return _inflate(data[1:], ("deflate", "gzip", "br")[data[0] % 3 if data else 0], 1 << 16)
 
 
-def _query(data: bytes) -> object:
+def _decode_query(data: bytes) -> object:
     query, _, deadline = data.partition(b"\n")
     return parse_rank_options(query), parse_deadline_ms({"headers": [(b"x-deadline-ms", deadline)]}, 1000)

@@ -1,8 +1,8 @@
 """`make fuzz`: runs each decoder of tests/fuzz/decoders.py on a million mutated inputs, in its own process.
 
 With atheris installed, code coverage guides the mutations; without it they are random. An input that raises
-an undeclared error ends its run and is saved in build/fuzz; `--replay FILE` runs it again. The exit code is
-then 1.
+an undeclared error ends the run of its decoder and is saved in build/fuzz; the exit code is then 1.
+`--replay FILE` runs a saved input again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-FOUND = Path("build") / "fuzz"
+OUTPUT_FOLDER = Path("build") / "fuzz"
 MAX_BYTES = 4096
-GUIDING = (  # without kernels: numba can only compile uninstrumented code
+INSTRUMENTED_MODULES = (  # modules without kernels, because numba cannot compile instrumented code
     "roostream.wire.records",
     "roostream.runtime.manifest",
     "serving.access.bearer_keys",
@@ -46,99 +46,102 @@ def main() -> int:
     parser.add_argument(
         "--replay", type=Path, help="run a saved input; --only must be the full name of its decoder"
     )
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
-    given = parser.parse_args()
-    if given.replay is not None:
-        return _replay(given.only, given.replay)
-    if given.here:
-        return _run_one(given.only, given.executions, given.seed)
-    return _run_all(given.only, given.executions, given.seed)
+    # Fuzz one decoder in this process; without it, each decoder gets a process of its own.
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.replay is not None:
+        return _replay(options.only, options.replay)
+    if options.here:
+        return _run_one(options.only, options.executions, options.seed)
+    return _run_all(options.only, options.executions, options.seed)
 
 
-def _run_all(only: str, executions: int, seed: int) -> int:
+def _run_all(prefix: str, executions: int, seed: int) -> int:
     from tests.fuzz.decoders import targets
 
-    FOUND.mkdir(parents=True, exist_ok=True)
+    OUTPUT_FOLDER.mkdir(parents=True, exist_ok=True)
     failed = []
-    for name in (n for n in targets() if n.startswith(only)):
+    for name in (n for n in targets() if n.startswith(prefix)):
         command = [sys.executable, "-m", "tests.fuzz.fuzzing", "--here", "--only", name]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, "--executions", str(executions), "--seed", str(seed)],
             capture_output=True,
             text=True,
             errors="replace",
         )
-        said = (done.stdout + done.stderr).splitlines()
-        told = next(
-            (line for line in reversed(said) if line.startswith(("Done ", "done "))), "it ended early"
+        output_lines = (process.stdout + process.stderr).splitlines()
+        summary = next(
+            (line for line in reversed(output_lines) if line.startswith(("Done ", "done "))), "it ended early"
         )
         print(
-            f"{name:16} {'ok' if done.returncode == 0 else 'FOUND'}  {told}",
+            f"{name:16} {'ok' if process.returncode == 0 else 'FOUND'}  {summary}",
             flush=True,
         )
-        if done.returncode:
+        if process.returncode:
             failed.append(name)
-            print("\n".join(said[-40:]), flush=True)
+            print("\n".join(output_lines[-40:]), flush=True)
     return 1 if failed else 0
 
 
 def _run_one(name: str, executions: int, seed: int) -> int:
     if importlib.util.find_spec("atheris") is None:
-        return _blind(name, executions, seed)
-    return _guided(name, executions, seed)
+        return _fuzz_randomly(name, executions, seed)
+    return _fuzz_with_coverage(name, executions, seed)
 
 
-def _blind(name: str, executions: int, seed: int) -> int:
+def _fuzz_randomly(name: str, executions: int, seed: int) -> int:
     from tests.fuzz.decoders import targets
-    from tests.fuzz.mutation import mutated
+    from tests.fuzz.mutation import mutate_input
 
-    target, rng, taken = targets()[name], random.Random(seed), 0
+    target, rng, accepted = targets()[name], random.Random(seed), 0
     for _ in range(executions):
         data = rng.choice(target.seeds)
         for _ in range(rng.choice((1, 1, 2, 4))):
-            data = mutated(data, rng)
+            data = mutate_input(data, rng)
         try:
-            taken += target.try_one(data)
+            accepted += target.accepts(data)
         except BaseException:
-            (FOUND / f"{name}-found").write_bytes(data)
+            (OUTPUT_FOLDER / f"{name}-found").write_bytes(data)
             raise
-    print(f"done {executions} executions without guidance, {taken} taken")
+    print(f"done {executions} executions without guidance, {accepted} taken")
     return 0
 
 
-def _guided(name: str, executions: int, seed: int) -> int:
-    """Does not return: libFuzzer ends the process."""
+def _fuzz_with_coverage(name: str, executions: int, seed: int) -> int:
+    """Run atheris, which does not return: libFuzzer ends the process."""
     import atheris
 
     from tests.fuzz.decoders import targets
-    from tests.fuzz.mutation import mutated
+    from tests.fuzz.mutation import mutate_input
 
-    for function in _functions(GUIDING):
+    for function in _functions_of(INSTRUMENTED_MODULES):
         atheris.instrument_func(function)
-    target, corpus = targets()[name], FOUND / f"corpus-{name}"
+    target, corpus = targets()[name], OUTPUT_FOLDER / f"corpus-{name}"
     corpus.mkdir(parents=True, exist_ok=True)
     for n, data in enumerate(target.seeds):
         (corpus / f"seed-{n}").write_bytes(data)
 
-    def mutate(data: bytes, max_bytes: int, seed: int) -> bytes:
+    def atheris_mutator(data: bytes, max_bytes: int, seed: int) -> bytes:
         rng = random.Random(seed)
-        return mutated(data, rng)[:max_bytes] if rng.random() < 0.5 else atheris.Mutate(data, max_bytes)
+        return mutate_input(data, rng)[:max_bytes] if rng.random() < 0.5 else atheris.Mutate(data, max_bytes)
 
-    options = [
+    fuzzer_options = [
         f"-runs={executions}",
         f"-seed={seed}",
         f"-max_len={MAX_BYTES}",
-        f"-artifact_prefix={FOUND / name}-",
+        f"-artifact_prefix={OUTPUT_FOLDER / name}-",
     ]
     atheris.Setup(
-        [sys.argv[0], *options, "-print_final_stats=1", str(corpus)], target.try_one, custom_mutator=mutate
+        [sys.argv[0], *fuzzer_options, "-print_final_stats=1", str(corpus)],
+        target.accepts,
+        custom_mutator=atheris_mutator,
     )
     atheris.Fuzz()
     return 0
 
 
-def _functions(modules: Iterable[str]) -> Iterator[types.FunctionType]:
-    """All functions and methods of these modules."""
+def _functions_of(modules: Iterable[str]) -> Iterator[types.FunctionType]:
+    """Yield all functions and methods that these modules define."""
     for name in modules:
         module = importlib.import_module(name)
         owners = [module, *(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name)]
@@ -154,7 +157,7 @@ def _functions(modules: Iterable[str]) -> Iterator[types.FunctionType]:
 def _replay(name: str, file: Path) -> int:
     from tests.fuzz.decoders import targets
 
-    print("taken" if targets()[name].try_one(file.read_bytes()) else "refused")
+    print("taken" if targets()[name].accepts(file.read_bytes()) else "refused")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Mutations of valid inputs, as bytes or as JSON."""
+"""Random mutations of valid decoder inputs, as bytes or as JSON documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-ODD: tuple[Any, ...] = (
+EDGE_VALUES: tuple[Any, ...] = (
     None,
     True,
     0,
@@ -35,11 +35,11 @@ ODD: tuple[Any, ...] = (
 _MAX_BYTES = 4096
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A mutation of `data`, of at most 4 KiB."""
+def mutate_input(data: bytes, rng: random.Random) -> bytes:
+    """Return a random mutation of `data`, cut to 4 KiB."""
     if rng.random() < 0.5:
         try:
-            changed = _json_changed(msgspec.json.decode(data), rng)
+            changed = _mutate_json(msgspec.json.decode(data), rng)
             return msgspec.json.encode(changed)[:_MAX_BYTES]
         except (
             msgspec.DecodeError,
@@ -53,44 +53,44 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
             pass
     out = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        _change_bytes(out, rng)
+        _mutate_bytes(out, rng)
     return bytes(out[:_MAX_BYTES])
 
 
-def _change_bytes(out: bytearray, rng: random.Random) -> None:
+def _mutate_bytes(out: bytearray, rng: random.Random) -> None:
     at = rng.randrange(len(out) + 1)
-    many = min(rng.choice((1, 1, 1, 2, 4, 8, 64)), max(len(out) - at, 0))
+    count = min(rng.choice((1, 1, 1, 2, 4, 8, 64)), max(len(out) - at, 0))
     match rng.randrange(5):
         case 0 if at < len(out):
             out[at] ^= 1 << rng.randrange(8)
         case 1:
             out[at:at] = rng.randbytes(rng.choice((1, 2, 8)))
         case 2:
-            del out[at : at + many]
+            del out[at : at + count]
         case 3:
-            out[at:at] = out[at : at + many]
+            out[at:at] = out[at : at + count]
         case _ if at < len(out):
             out[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, 0x22, 0x5B, 0x7B))
 
 
-def _json_changed(value: Any, rng: random.Random) -> Any:
-    """Change one value of a JSON document."""
+def _mutate_json(value: Any, rng: random.Random) -> Any:
+    """Remove, rename, repeat or replace one randomly chosen value of a JSON document, in place."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
-        return _odd(value, rng)
-    place = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        return _edge_value(value, rng)
+    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
     match rng.randrange(8):
         case 0:
-            value.pop(place)
+            value.pop(key)
         case 1 if isinstance(value, dict):
-            value[f"{place}{rng.choice(('', 's', '.'))}"] = value[place]
+            value[f"{key}{rng.choice(('', 's', '.'))}"] = value[key]
         case 2 if isinstance(value, list):
             value.extend(value[: rng.choice((1, 4, 32))])
         case _:
-            value[place] = _json_changed(value[place], rng)
+            value[key] = _mutate_json(value[key], rng)
     return value
 
 
-def _odd(value: Any, rng: random.Random) -> Any:
+def _edge_value(value: Any, rng: random.Random) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.5:
         return -value if rng.random() < 0.5 else value * rng.choice((10, 1e20))
-    return rng.choice(ODD)
+    return rng.choice(EDGE_VALUES)

@@ -1,4 +1,5 @@
-"""One message of every type as version 1 wrote it. Never change one; add a new golden file for new fields."""
+"""One message of every record type, as format version 1 wrote it. Never change an entry: for new fields, add
+a new golden file."""
 
 from __future__ import annotations
 
@@ -127,4 +128,4 @@ RANK_ANSWER = pb.RankAnswer(
     order=[1, 0],
     degraded=True,
 )
-"""Not a record, so it has no type byte."""
+"""An answer is not a record, so its golden bytes have no type byte."""

@@ -1,4 +1,4 @@
-"""Every version reads commits of older formats: their manifests and the files of their trainers."""
+"""Checkpoint commits of formats 1 and 4 stay readable: their manifests and their workers' files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.trainer.memory_store import MemoryStore
 from trainer.dedupe import Dedupe
 from trainer.partitions import metrics_of_snapshots, read_partitions
 
-FOLDER, FOLDER_4 = (Path(__file__).parent / name for name in ("format_1", "format_4"))
+FORMAT_1, FORMAT_4 = (Path(__file__).parent / name for name in ("format_1", "format_4"))
 
 
 def golden_store() -> MemoryStore:
-    """A store with the two files of the commit."""
+    """Return an in-memory store with the two files of the format-1 commit."""
     store = MemoryStore()
-    store.put("manifests/00000001", (FOLDER / "manifest.json").read_bytes())
-    store.put("dense/00000001-1.safetensors", (FOLDER / "dense.safetensors").read_bytes())
+    store.put("manifests/00000001", (FORMAT_1 / "manifest.json").read_bytes())
+    store.put("dense/00000001-1.safetensors", (FORMAT_1 / "dense.safetensors").read_bytes())
     return store
 
 
@@ -46,11 +46,11 @@ def test_the_golden_commit_is_written_in_the_current_format() -> None:
     assert again.manifest == manifest and f'"format":{FORMAT}'.encode() in manifest.encode()
 
 
-def test_the_trained_ids_of_a_commit_of_format_4_are_those_of_its_worker_file() -> None:
-    """Format 5 keeps them in files of their own."""
+def test_trained_ids_of_a_format_4_commit_are_read_from_its_worker_file() -> None:
+    """Format 4 keeps the trained sample ids in the worker's file; format 5 keeps them in separate files."""
     store = MemoryStore()
-    store.put("manifests/00000001", (FOLDER_4 / "manifest.json").read_bytes())
-    store.put("workers/00000001-1-0.safetensors", (FOLDER_4 / "worker.safetensors").read_bytes())
+    store.put("manifests/00000001", (FORMAT_4 / "manifest.json").read_bytes())
+    store.put("workers/00000001-1-0.safetensors", (FORMAT_4 / "worker.safetensors").read_bytes())
     (part,) = manifests.load(store, "manifests/00000001").manifest.workers.values()
     found = read_partitions(store, part)
     assert part.id_files == () and {p: at.offset for p, at in found.items()} == part.offsets

@@ -1,4 +1,5 @@
-"""Old bytes keep decoding, and the newest version writes exactly its golden bytes."""
+"""Golden bytes of every record type: bytes of older versions still decode, and this version writes exactly
+the stored bytes."""
 
 from __future__ import annotations
 
@@ -60,5 +61,8 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     ]
     subprocess.run(command, cwd=ROO, check=True, capture_output=True, timeout=60)
     for name in ("roo_pb2.py", "roo_pb2.pyi"):
-        made, kept = (tmp_path / name).read_text(encoding="utf-8"), (ROO / name).read_text(encoding="utf-8")
-        assert made == kept, f"{name} isn't what roo.proto gives: run `{' '.join(command[1:])}`"
+        generated, committed = (
+            (tmp_path / name).read_text(encoding="utf-8"),
+            (ROO / name).read_text(encoding="utf-8"),
+        )
+        assert generated == committed, f"expected {name} to match roo.proto: run `{' '.join(command[1:])}`"

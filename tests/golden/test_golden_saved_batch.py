@@ -1,4 +1,4 @@
-"""Every version reads a saved batch of format 1."""
+"""Saved batches of format 1 stay readable."""
 
 from __future__ import annotations
 

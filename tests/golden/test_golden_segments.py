@@ -1,4 +1,4 @@
-"""Every version reads segments of format 1, whose directories have no whole buckets."""
+"""Checkpoint segments of format 1 stay readable. Their directories do not list which buckets are complete."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Hashes, keys, buckets, fingerprints, blocks and counter states that other languages and older data rely
-on."""
+"""Golden values of hashes, keys, buckets, fingerprints, blocks and counter states. Clients in other languages
+and stored data rely on them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ ITEM_STATE = (
     "0100002665febc784200008056febc784212ab170168dbed3f8cb3a127e8a1ef3f0f1782023ef0ef3f35ed2fc60efcef3f"
     "000000000000f03f000000000000f03f000000000000f03f000000000000f03f"
 )
-# Version 2: half a click, decayed
+# What version 2 of an item's state adds: expected clicks, here half a click, decayed.
 EXPECTED = "12ab170168dbdd3f8cb3a127e8a1df3f0f1782023ef0df3f35ed2fc60efcdf3f"
 USER_STATE = (
     "010068e5cf8b01000001000000020000000800000000000000f9e175badce0d6fc6052e6cf8b0100000800000000000000"

@@ -1,4 +1,4 @@
-"""The page of upgrades names a test for every promise; the tests are there."""
+"""docs/operations/upgrade.md names a test for every promise, and each named test exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin port of a process of serving_cases.py."""
+"""The admin interface of a serving process of serving_cases.py."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from serving.versions.interleaving_stats import InterleavingStats
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests
 from serving.versions.shadow_scoring import ShadowScoring
-from tests.serving.serving_cases import SCHEMA, Built
+from tests.serving.serving_cases import SCHEMA, InProcessServing
 from tests.serving.serving_fakes import FakeRows
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
-def admin_interface(
+def make_admin_interface(
     versions: LoadedVersions, recent: RecentRequests, stats: InterleavingStats, clock: FakeClock
 ) -> AdminInterface:
     shadow = ShadowScoring(versions, FakeRows(SCHEMA), 0, IdleGate(clock))
     return AdminInterface(AdminService(versions, recent, shadow, stats, clock.now_ms), AdminToken(TOKEN))
 
 
-def admin_app(built: Built) -> AdminInterface:
-    stats = built.service.interleaving_stats
-    return admin_interface(built.service.versions, RecentRequests(), stats, FakeClock())
+def make_admin_app(serving: InProcessServing) -> AdminInterface:
+    stats = serving.service.interleaving_stats
+    return make_admin_interface(serving.service.versions, RecentRequests(), stats, FakeClock())
 
 
 @contextlib.contextmanager
-def admin_of(built: Built, tls: TlsContext | None = None) -> Iterator[int]:
-    """Its port."""
+def run_admin_server(serving: InProcessServing, tls: TlsContext | None = None) -> Iterator[int]:
+    """Run an admin server, and return its port."""
     bound, stop = http_server.bind("127.0.0.1:0"), threading.Event()
     bound.listen(8)
-    thread = threading.Thread(target=admin.run, args=(admin_app(built), bound, tls, stop))
+    thread = threading.Thread(target=admin.run, args=(make_admin_app(serving), bound, tls, stop))
     thread.start()
     try:
         yield bound.getsockname()[1]

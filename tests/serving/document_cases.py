@@ -1,5 +1,5 @@
-"""Requests made of an OpenAPI document: those it allows, and those it forbids. Every answer must be one that
-the document names."""
+"""Generates requests from an OpenAPI document, valid and invalid ones, and checks that every answer is one
+that the document allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from serving.http.middleware import DEADLINE
 
 NUM_CASES = int(os.environ.get("OPENAPI_CASES", "8"))
-"""Cases of each operation, allowed ones and as many forbidden ones."""
+"""Valid requests per operation, and as many invalid ones."""
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -31,9 +31,9 @@ CHECKS = [
     response_schema_conformance,
     response_headers_conformance,
 ]
-GIVEN_MS = 60_000
-KEEPS_DEADLINE = 8
-"""Every so many-th case keeps its generated deadline; most of these are too short for a score."""
+LONG_DEADLINE_MS = 60_000
+KEEP_DEADLINE_EVERY = 8
+"""One case in so many keeps its generated deadline. Most generated deadlines are too short for scoring."""
 
 
 def answers_conform(
@@ -43,11 +43,11 @@ def answers_conform(
     seed_number: int = 0,
     headers: dict[str, str] | None = None,
 ) -> Counter[int]:
-    """Send `num_cases` allowed and as many forbidden requests of each operation; an operation without
-    parameters and body has one. Return the number of answers by status.
+    """Send `num_cases` valid and as many invalid requests of each operation; an operation without parameters
+    and body has no invalid ones. Return the number of answers by status.
 
-    Raises what a check finds, with the case. A status from 500 on can only be 504, where the deadline of the
-    case had passed.
+    Raises the failure of a check, with its case. The only allowed status from 500 on is 504, and only after
+    the case's own deadline.
     """
     statuses: Counter[int] = Counter()
     with requests.Session() as session:
@@ -76,39 +76,41 @@ def _send_cases(
     @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=strategy)
     def send(case: Case) -> None:
-        case.body = _whole(case.body)
-        if statuses.total() % KEEPS_DEADLINE:
-            _give_time(case)
+        case.body = _integral_floats_to_ints(case.body)
+        if statuses.total() % KEEP_DEADLINE_EVERY:
+            _lengthen_deadline(case)
         # The first case may compile kernels.
-        answer = case.call(base_url=url, session=session, timeout=GIVEN_MS / 1000)
+        answer = case.call(base_url=url, session=session, timeout=LONG_DEADLINE_MS / 1000)
         statuses[answer.status_code] += 1
-        lawful = answer.status_code == 504 and 0 < own_deadline_ms(case) < GIVEN_MS
+        is_expected_timeout = answer.status_code == 504 and 0 < deadline_of_case_ms(case) < LONG_DEADLINE_MS
         case.validate_response(
-            answer, checks=[check for check in CHECKS if not (lawful and check is not_a_server_error)]
+            answer,
+            checks=[check for check in CHECKS if not (is_expected_timeout and check is not_a_server_error)],
         )
 
     send()
 
 
-def own_deadline_ms(case: Case) -> int:
-    """The deadline of the case; 0 = none, or an invalid one."""
+def deadline_of_case_ms(case: Case) -> int:
+    """Return the deadline in the headers of the case; 0 = none, or an invalid one."""
     stated = next(
         (str(value).strip() for name, value in (case.headers or {}).items() if name.lower() == DEADLINE), ""
     )
     return int(stated) if stated.isascii() and stated.isdigit() else 0
 
 
-def _give_time(case: Case) -> None:
-    """Replace a deadline of a millisecond, which is answered 504, by one that a busy machine keeps."""
-    if own_deadline_ms(case):
+def _lengthen_deadline(case: Case) -> None:
+    """Replace the case's deadline, which may be a millisecond, by one that a busy machine meets."""
+    if deadline_of_case_ms(case):
         for name in [name for name in case.headers if name.lower() == DEADLINE]:
-            case.headers[name] = str(GIVEN_MS)
+            case.headers[name] = str(LONG_DEADLINE_MS)
 
 
-def _whole(value: Any) -> Any:
-    """JSON Schema calls 1.0 an integer, and its generators make many; here an id is 1."""
+def _integral_floats_to_ints(value: Any) -> Any:
+    """Replace floats like 1.0 by integers. To JSON Schema they are integers, but serving rejects them as
+    ids."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_whole(v) for v in value]
-    return {k: _whole(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_integral_floats_to_ints(v) for v in value]
+    return {k: _integral_floats_to_ints(v) for k, v in value.items()} if isinstance(value, dict) else value

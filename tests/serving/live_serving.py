@@ -1,4 +1,4 @@
-"""The interface on a real socket, in a thread of the test's own process."""
+"""Serving on a real socket, in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any
 from roostream.runtime.thread_group import StopBudget
 from serving.http import server as http_server
 from serving.http.app import HttpInterface
-from tests.serving.serving_cases import SCHEMA, Built, build
+from tests.serving.serving_cases import SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 
 class LiveServing:
-    """`stop` ends it as a signal would; `address` is where it answers."""
+    """A serving process of serving_cases.py that listens on `address`. Setting `stop` ends it as a signal
+    would."""
 
-    def __init__(self, built: Built, stop_s: float = 20.0) -> None:
-        self.built, self.app = built, HttpInterface(built.context)
+    def __init__(self, serving: InProcessServing, stop_s: float = 20.0) -> None:
+        self.serving, self.app = serving, HttpInterface(serving.context)
         self.stop = threading.Event()
         self.budget = StopBudget(self.stop, stop_s)
         self._bound = http_server.bind("127.0.0.1:0")
         self.address: tuple[str, int] = self._bound.getsockname()
-        self._turned = threading.Event()
+        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     @property
@@ -35,7 +36,7 @@ class LiveServing:
     def start(self) -> None:
         self._bound.listen(256)
         self._thread.start()
-        assert self._turned.wait(30)
+        assert self._started.wait(30)
 
     def end(self) -> None:
         self.stop.set()
@@ -46,29 +47,29 @@ class LiveServing:
         return socket.create_connection(self.address, timeout=30)
 
     def _run(self) -> None:
-        http_server.run(self.app, self._bound, self.budget, self._turned.set)
+        http_server.run(self.app, self._bound, self.budget, self._started.set)
         self._bound.close()
 
 
 @contextmanager
-def serving_live(built: Built, stop_s: float = 20.0) -> Iterator[LiveServing]:
-    """Started, and ended whatever the test does."""
-    live = LiveServing(built, stop_s)
+def run_live_serving(serving: InProcessServing, stop_s: float = 20.0) -> Iterator[LiveServing]:
+    """Start a serving on a free port, and stop it also after a failed test."""
+    live = LiveServing(serving, stop_s)
     live.start()
     try:
         yield live
     finally:
         live.end()
-        built.close()
+        serving.close()
 
 
-def live_of(home: Path, **settings: Any) -> AbstractContextManager[LiveServing]:
-    """A process with fake rows and these settings."""
-    return serving_live(build(home, FakeRows(SCHEMA), **settings))
+def start_live_serving(home: Path, **settings: Any) -> AbstractContextManager[LiveServing]:
+    """Start a serving with fake rows and these settings."""
+    return run_live_serving(build_serving(home, FakeRows(SCHEMA), **settings))
 
 
-def answer_of(connection: socket.socket) -> tuple[int, bytes]:
-    """(status, all that comes until the other side closes); (0, b"") if it closes without a word."""
+def read_answer(connection: socket.socket) -> tuple[int, bytes]:
+    """Return (status, all bytes until the server closes the connection); (0, b"") if it sends nothing."""
     received = b""
     try:
         while chunk := connection.recv(65536):

@@ -1,4 +1,5 @@
-"""One schema with every kind of feature, and a serving process of which only the outside is faked."""
+"""A schema with every kind of feature, and a serving process inside the test: real code, with fake rows and
+online features instead of shards and Redis."""
 
 from __future__ import annotations
 
@@ -81,15 +82,26 @@ BODY: dict[str, Any] = {
 
 
 def config_of(home: Path, **changes: Any) -> ServingConfig:
-    own = {"schema": home / "schema.toml", "store": home / "store", "home": home, "bootstrap": "127.0.0.1:1"}
+    defaults = {
+        "schema": home / "schema.toml",
+        "store": home / "store",
+        "home": home,
+        "bootstrap": "127.0.0.1:1",
+    }
     return ServingConfig(
-        **{**own, "max_log_bytes": 1 << 22, "log_segment_bytes": 1 << 20, "deadline_ms": 30_000, **changes}
+        **{
+            **defaults,
+            "max_log_bytes": 1 << 22,
+            "log_segment_bytes": 1 << 20,
+            "deadline_ms": 30_000,
+            **changes,
+        }
     )
 
 
 @dataclasses.dataclass
-class Built:
-    """A process without threads of its own."""
+class InProcessServing:
+    """The parts of a serving process, without its background threads."""
 
     context: ServingContext
     waiting_for: list[str]
@@ -99,7 +111,7 @@ class Built:
         return self.context.service
 
     def records(self) -> list[Any]:
-        """What the log holds."""
+        """Return all records in the feature log."""
         return [entry.record for entry in self.context.log.read(self.context.log.cursor, 1 << 30)]
 
     def close(self) -> None:
@@ -107,26 +119,26 @@ class Built:
         self.context.executor.shutdown()
 
 
-def learn(built: Built, seed: int = 1) -> None:
-    """Serve a version of other weights than the initial ones, which score everything alike."""
+def serve_random_weights(serving: InProcessServing, seed: int = 1) -> None:
+    """Serve a version with random weights. The initial weights give every candidate the same score."""
     torch.manual_seed(seed)
     weights = {
         name: torch.randn_like(t) * 0.3
-        for name, t in built.service.versions.newest.model.state_dict().items()
+        for name, t in serving.service.versions.newest.model.state_dict().items()
     }
-    built.service.versions.install(build_version("1-9", SCHEMA, MODEL, 0, weights))
+    serving.service.versions.install(build_version("1-9", SCHEMA, MODEL, 0, weights))
 
 
-Client = Callable[..., tuple[TestClient, Built]]
+Client = Callable[..., tuple[TestClient, InProcessServing]]
 
 
-def client_of(built: Built) -> TestClient:
-    """A client in the test's own thread; a defect is a 500, as for users."""
-    app = HttpInterface(built.context)
+def make_http_client(serving: InProcessServing) -> TestClient:
+    """Return an HTTP client that calls the application in the test's thread. An exception becomes a 500."""
+    app = HttpInterface(serving.context)
     return TestClient(app, follow_redirects=False, raise_server_exceptions=False)
 
 
-def build(
+def build_serving(
     home: Path,
     rows: RowReader,
     hydrator: Hydration | None = None,
@@ -135,7 +147,7 @@ def build(
     clock: Clock | None = None,
     service: Callable[..., RankService] = RankService,
     **settings: Any,
-) -> Built:
+) -> InProcessServing:
     waiting_for: list[str] = []
     context = ServingContext(
         config=config_of(home, **settings),
@@ -152,4 +164,4 @@ def build(
         waiting_for=lambda: waiting_for,
     )
     context.service.stages, context.service.scores = context.metrics.stages, context.metrics.scores
-    return Built(context, waiting_for)
+    return InProcessServing(context, waiting_for)

@@ -1,4 +1,4 @@
-"""Stand-ins behind the interfaces of other programs, driven by tests."""
+"""Fakes of what serving depends on: Kafka, Redis, the row replica and the topic of rows."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from serving.online_features.hydration import Hydrated, HydrationRequest
 
 
 class FakeSink:
-    """Kafka as the sender sees it; `plan` says what becomes of a record, None = it never answers."""
+    """A fake Kafka producer. `plan` returns the outcome of each record; None = there is no outcome yet."""
 
     def __init__(
-        self, taken: list[LogRecord], plan: Callable[[LogRecord], Outcome | None] = lambda _: "delivered"
+        self, delivered: list[LogRecord], plan: Callable[[LogRecord], Outcome | None] = lambda _: "delivered"
     ) -> None:
-        self.taken, self.plan, self.closed = taken, plan, False
+        self.delivered, self.plan, self.closed = delivered, plan, False
         self.queue: list[tuple[LogRecord, DeliveryCallback]] = []
 
     def send(self, record: LogRecord, done: DeliveryCallback) -> None:
         self.queue.append((record, done))
 
     def poll(self, timeout_s: float) -> None:
-        """A batch with one refused record is refused whole, as a broker does."""
+        """Call back with the outcomes. Like a broker, refuse the whole batch if it has one refused record."""
         queue, self.queue = self.queue, []
         outcomes = [self.plan(record) for record, _ in queue]
         refused = "refused" in outcomes
@@ -39,7 +39,7 @@ class FakeSink:
             if outcome is None:
                 self.queue.append((record, done))
             elif outcome == "delivered" and not refused:
-                self.taken.append(record)
+                self.delivered.append(record)
                 done("delivered", "")
             else:
                 done("refused" if refused else outcome, "a fault of the test")
@@ -49,25 +49,26 @@ class FakeSink:
 
 
 class FakeHydrator:
-    """Gives the same values for everyone; `away` makes it fail as Redis does."""
+    """Returns the same online features for every user and item. With `unavailable`, it fails as Redis
+    does."""
 
     def __init__(
         self, ro: Mapping[str, object] | None = None, nro: Mapping[str, float] | None = None
     ) -> None:
-        self.ro, self.nro, self.away, self.num_reads = dict(ro or {}), dict(nro or {}), False, 0
+        self.ro, self.nro, self.unavailable, self.num_reads = dict(ro or {}), dict(nro or {}), False, 0
 
     def read(
         self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields
     ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
         self.num_reads += 1
-        if self.away:
+        if self.unavailable:
             raise UnavailableError("Redis is away")
         return dict(self.ro), {
             name: np.full(len(item_ids), value, np.float32) for name, value in self.nro.items()
         }
 
     def read_all(self, requests: Sequence[HydrationRequest]) -> list[Hydrated]:
-        """One read for all."""
+        """Read the features of several requests, counted as one read."""
         num_reads, out = self.num_reads + 1, list[Hydrated]()
         for user_id, item_ids, time_ms, fields in requests:
             try:
@@ -79,7 +80,7 @@ class FakeHydrator:
 
 
 class FakeRows:
-    """Rows of the row replica: pseudo-random, a function of (table, id) and of `salt`."""
+    """A fake row replica. Its rows are a pseudo-random function of table, id and `salt`."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema, self.salt = schema, 0
@@ -99,8 +100,9 @@ class FakeRows:
 
 
 class FakeRowTopic(MemoryConsumer):
-    """The `rows` topic in memory; `outages` calls of `end_offsets` fail, `losses` polls have lost their
-    place."""
+    """The `rows` topic in memory. The next `outages` calls of `end_offsets` fail, and the next `losses` polls
+    find that the records at their offset were deleted.
+    """
 
     PARTITION = (ROWS, 0)
 

@@ -1,5 +1,5 @@
-"""The admin port: what operators are told of versions, what they can change, and who may; a refusal changes
-nothing."""
+"""The admin interface: it lists versions, lets operators with the token change them, and a refused call
+changes nothing."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from serving.versions.interleaving_stats import InterleavingStats, Pair
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests, ScoredRequest
 from tests.certificates import Authority
-from tests.serving.admin_cases import TOKEN, admin_interface, admin_of
-from tests.serving.live_serving import answer_of
-from tests.serving.serving_cases import SCHEMA, Built
+from tests.serving.admin_cases import TOKEN, make_admin_interface, run_admin_server
+from tests.serving.live_serving import read_answer
+from tests.serving.serving_cases import SCHEMA, InProcessServing
 
 KEY = {"authorization": f"Bearer {TOKEN}"}
 
 
-class Named:
+class FakeVersion:
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-class Port:
-    """The port of a process with versions 1-1, 1-2 and 1-3, of which the newest came a moment ago."""
+class AdminClient:
+    """A client of the admin interface of a serving with versions 1-1, 1-2 and 1-3."""
 
     def __init__(self) -> None:
         clock = FakeClock(10_000)
-        self.versions = LoadedVersions(cast(Version, Named("0-0")), 3, now_ms=clock.now_ms)
+        self.versions = LoadedVersions(cast(Version, FakeVersion("0-0")), 3, now_ms=clock.now_ms)
         for seq in (1, 2, 3):
-            self.versions.install(cast(Version, Named(f"1-{seq}")), committed_ms=1000 * seq)
+            self.versions.install(cast(Version, FakeVersion(f"1-{seq}")), committed_ms=1000 * seq)
         self.recent, self.stats = RecentRequests(), InterleavingStats("click")
-        app = admin_interface(self.versions, self.recent, self.stats, clock)
+        app = make_admin_interface(self.versions, self.recent, self.stats, clock)
         self.http = TestClient(app, base_url="http://testserver/admin/v1", headers=KEY)
 
     def ok(self, method: str, path: str, **body: Any) -> dict[str, Any]:
@@ -60,54 +60,54 @@ class Port:
 
 
 @pytest.fixture
-def port() -> Iterator[Port]:
-    yield Port()
+def admin() -> Iterator[AdminClient]:
+    yield AdminClient()
 
 
-def states(told: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(v["name"], v["state"]) for v in told["versions"]]
+def states(result: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(v["name"], v["state"]) for v in result["versions"]]
 
 
-def test_versions_are_listed_with_state_age_and_reasons_of_refusal(port: Port) -> None:
-    port.versions.refuse("manifests/00000004", "damaged", "a checksum differs")
-    told = port.ok("GET", "/versions")
-    assert told["served"] == "1-3" and told["activated"] is None
+def test_versions_are_listed_with_state_age_and_reasons_of_refusal(admin: AdminClient) -> None:
+    admin.versions.refuse("manifests/00000004", "damaged", "a checksum differs")
+    result = admin.ok("GET", "/versions")
+    assert result["served"] == "1-3" and result["activated"] is None
     times = {"committed_ms": 3000, "installed_ms": 10_000, "age_s": 7.0}
-    assert told["versions"][0] == {"name": "1-3", "state": "served", "roles": [], **times}
-    assert states(told) == [("1-3", "served"), ("1-2", "held"), ("1-1", "held")]
+    assert result["versions"][0] == {"name": "1-3", "state": "served", "roles": [], **times}
+    assert states(result) == [("1-3", "served"), ("1-2", "held"), ("1-1", "held")]
     why = {"reason": "damaged", "message": "a checksum differs", "at_ms": 10_000}
-    assert told["refused"] == [{"name": "manifests/00000004", **why}]
+    assert result["refused"] == [{"name": "manifests/00000004", **why}]
 
 
-def test_a_loaded_version_is_activated_and_resumed(port: Port) -> None:
-    told = port.ok("POST", "/versions/1-1/activate")
-    assert states(told) == [("1-3", "held"), ("1-2", "held"), ("1-1", "served")]
-    assert port.versions.served.version.name == "1-1"
-    assert port.ok("POST", "/versions/resume")["served"] == "1-3"
+def test_a_loaded_version_is_activated_and_resumed(admin: AdminClient) -> None:
+    result = admin.ok("POST", "/versions/1-1/activate")
+    assert states(result) == [("1-3", "held"), ("1-2", "held"), ("1-1", "served")]
+    assert admin.versions.served.version.name == "1-1"
+    assert admin.ok("POST", "/versions/resume")["served"] == "1-3"
 
 
 @pytest.mark.parametrize("name", ["canary", "shadow", "interleave"])
-def test_a_split_is_set_shown_and_removed(port: Port, name: str) -> None:
-    told = port.ok("PUT", f"/{name}", version="previous", share=0.25)
-    assert (told["version"], told["share"], told["means"]) == ("previous", 0.25, "1-2")
-    assert port.ok("GET", f"/{name}") == told and getattr(port.versions.routing, name).share == 0.25
-    assert port.ok("GET", "/versions")["versions"][1]["roles"] == [name]
-    told = port.ok("PUT", f"/{name}", share=0)
-    assert (told["version"], told["share"], told["means"]) == (None, 0, None)
+def test_a_split_is_set_shown_and_removed(admin: AdminClient, name: str) -> None:
+    result = admin.ok("PUT", f"/{name}", version="previous", share=0.25)
+    assert (result["version"], result["share"], result["means"]) == ("previous", 0.25, "1-2")
+    assert admin.ok("GET", f"/{name}") == result and getattr(admin.versions.routing, name).share == 0.25
+    assert admin.ok("GET", "/versions")["versions"][1]["roles"] == [name]
+    result = admin.ok("PUT", f"/{name}", share=0)
+    assert (result["version"], result["share"], result["means"]) == (None, 0, None)
 
 
-def test_interleaving_reports_wins(port: Port) -> None:
-    port.stats.record_list(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
+def test_interleaving_reports_wins(admin: AdminClient) -> None:
+    admin.stats.record_list(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
     click = {"request_id": "r", "user_id": 1, "item_id": 2, "action": "click"}
-    port.stats.record_engagements(EngagementParser(SCHEMA).parse(json.dumps(click).encode(), 1).records)
-    told = port.ok("GET", "/interleave")
-    assert told["lists"] == told["engagements"] == 1
+    admin.stats.record_engagements(EngagementParser(SCHEMA).parse(json.dumps(click).encode(), 1).records)
+    result = admin.ok("GET", "/interleave")
+    assert result["lists"] == result["engagements"] == 1
     won_by = {"served": 0, "rival": 1, "tie": 0}
-    assert told["results"] == [{"served": "1-3", "rival": "1-2", "won_by": won_by}]
+    assert result["results"] == [{"served": "1-3", "rival": "1-2", "won_by": won_by}]
 
 
-def test_slow_requests_are_listed_without_features(port: Port) -> None:
-    port.recent.add(
+def test_slow_requests_are_listed_without_features(admin: AdminClient) -> None:
+    admin.recent.add(
         ScoredRequest(
             request_id="r-1",
             key=b"k",
@@ -121,7 +121,7 @@ def test_slow_requests_are_listed_without_features(port: Port) -> None:
         )
     )
     slow = {"request_id": "r-1", "time_ms": 5, "took_ms": 250.0, "candidates": 3, "model_version": "1-3"}
-    assert port.ok("GET", "/slow") == {"requests": [slow]}
+    assert admin.ok("GET", "/slow") == {"requests": [slow]}
 
 
 @pytest.mark.parametrize(
@@ -145,28 +145,28 @@ def test_slow_requests_are_listed_without_features(port: Port) -> None:
     ],
 )
 def test_an_invalid_call_is_refused_in_one_sentence_and_changes_nothing(
-    port: Port, method: str, path: str, body: bytes, status: int
+    admin: AdminClient, method: str, path: str, body: bytes, status: int
 ) -> None:
-    port.ok("PUT", "/canary", version="previous", share=0.25)
-    before = port.ok("GET", "/versions"), port.ok("GET", "/canary")
-    answer = port.http.request(method, path, content=body)
+    admin.ok("PUT", "/canary", version="previous", share=0.25)
+    before = admin.ok("GET", "/versions"), admin.ok("GET", "/canary")
+    answer = admin.http.request(method, path, content=body)
     message = answer.json()["error"]["message"]
     assert answer.status_code == status and message and "\n" not in message
-    assert (port.ok("GET", "/versions"), port.ok("GET", "/canary")) == before
+    assert (admin.ok("GET", "/versions"), admin.ok("GET", "/canary")) == before
 
 
 @pytest.mark.parametrize(
     "header", ["", "Bearer", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0"]
 )
 def test_calls_without_the_token_are_refused_and_not_logged(
-    port: Port, header: str, caplog: pytest.LogCaptureFixture
+    admin: AdminClient, header: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "roostream"):
         for path in ("/versions", "/no"):
-            answer = port.http.get(path, headers={"authorization": header})
+            answer = admin.http.get(path, headers={"authorization": header})
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "unauthorized"
-        port.ok("POST", "/versions/resume")
+        admin.ok("POST", "/versions/resume")
     assert TOKEN[:-1] not in caplog.text
 
 
@@ -187,31 +187,39 @@ def test_an_unusable_token_file_is_refused_without_printing_it(tmp_path: Path, c
     assert "short" not in str(error.value)
 
 
-def test_with_a_certificate_the_port_accepts_only_tls(built: Built, tmp_path: Path) -> None:
-    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
-    certificate, key = ours.issue("serving")
-    files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=True)
+def test_with_a_certificate_the_port_accepts_only_tls(serving: InProcessServing, tmp_path: Path) -> None:
+    server_ca, client_ca = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    certificate, key = server_ca.issue("serving")
+    files = TlsFiles(certificate=certificate, key=key, client_ca=str(client_ca.pem), client_required=True)
     token = tmp_path / "token"
     token.write_text(TOKEN)
     friend = tmp_path / "friend.both"
-    friend.write_text("".join(Path(file).read_text() for file in theirs.issue("friend")))
-    with admin_of(built, TlsContext(files)) as number:
-        told = ["versions", "list", "--admin", f"127.0.0.1:{number}", "--token-file", str(token)]
-        own = ["--ca", str(ours.pem), "--certificate", str(friend)]
-        assert CliRunner().invoke(cli, [*told, *own]).output.startswith("0-0  served")
-        for given, error in (
-            ([], UnavailableError),  # http
-            (["--ca", str(ours.pem)], UnavailableError),  # no certificate of its own
-            (["--ca", str(theirs.pem), "--certificate", str(friend)], UnavailableError),  # another authority
+    friend.write_text("".join(Path(file).read_text() for file in client_ca.issue("friend")))
+    with run_admin_server(serving, TlsContext(files)) as port_number:
+        command = ["versions", "list", "--admin", f"127.0.0.1:{port_number}", "--token-file", str(token)]
+        options = ["--ca", str(server_ca.pem), "--certificate", str(friend)]
+        assert CliRunner().invoke(cli, [*command, *options]).output.startswith("0-0  served")
+        for wrong, error in (
+            ([], UnavailableError),  # without TLS
+            (["--ca", str(server_ca.pem)], UnavailableError),  # no client certificate
+            (
+                ["--ca", str(client_ca.pem), "--certificate", str(friend)],
+                UnavailableError,
+            ),  # another authority
             (["--ca", str(tmp_path / "none.pem")], ConfigError),
         ):
-            assert isinstance(CliRunner().invoke(cli, [*told, *given]).exception, error), given
+            assert isinstance(CliRunner().invoke(cli, [*command, *wrong]).exception, error), wrong
 
 
-def test_an_early_answer_does_not_keep_its_connection(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_answer_does_not_keep_its_connection(
+    serving: InProcessServing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "REST_S", 0.2)
     head = f"GET /admin/v1/versions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
-    with admin_of(built) as number, socket.create_connection(("127.0.0.1", number), timeout=30) as line:
-        line.sendall(f"{head}content-length: 1000000000\r\n\r\n{{".encode())
-        status, received = answer_of(line)
+    with (
+        run_admin_server(serving) as port_number,
+        socket.create_connection(("127.0.0.1", port_number), timeout=30) as client,
+    ):
+        client.sendall(f"{head}content-length: 1000000000\r\n\r\n{{".encode())
+        status, received = read_answer(client)
         assert status == 200 and received.count(b"HTTP/1.1") == 1

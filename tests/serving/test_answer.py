@@ -1,4 +1,4 @@
-"""Scores as text."""
+"""Answers in JSON and protobuf, and the decimals of their scores."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ def test_scores_are_written_as_their_shortest_decimals() -> None:
     values = np.concatenate(
         [rng.random(20_000), 10.0 ** rng.uniform(-12, 0, 20_000), [0.0, 1.0, 0.1, 0.5, 1e-30, 5e-324, 1e-12]]
     ).astype(np.float32)
-    wide = shortest(values)
-    assert (wide.astype(np.float32) == values).all(), "nothing is lost"
-    digits = [len(repr(float(w)).split("e")[0].replace(".", "").lstrip("0")) for w in wide[values > 2e-12]]
-    assert max(digits) <= 9, "no float32 needs more"
+    decimals = shortest(values)
+    assert (decimals.astype(np.float32) == values).all(), "the decimals convert back to the same float32"
+    digits = [
+        len(repr(float(w)).split("e")[0].replace(".", "").lstrip("0")) for w in decimals[values > 2e-12]
+    ]
+    assert max(digits) <= 9, "nine digits are enough for any float32"
     longer = [
-        len(repr(w)) - len(str(v)) for w, v in zip(wide[:20_000].tolist(), values[:20_000], strict=True)
+        len(repr(w)) - len(str(v)) for w, v in zip(decimals[:20_000].tolist(), values[:20_000], strict=True)
     ]
     assert np.mean(longer) < 0.01 and max(longer) <= 1
 
@@ -32,7 +34,7 @@ def test_scores_are_written_as_their_shortest_decimals() -> None:
 @pytest.mark.parametrize(
     ("n", "tasks", "top"), [(1, ("click",), 0), (200, ("click", "dwell"), 0), (3, ("click", "dwell"), 2)]
 )
-def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
+def test_an_answer_in_protobuf_equals_the_bytes_of_the_protobuf_library(
     n: int, tasks: tuple[str, ...], top: int, degraded: bool
 ) -> None:
     scores_nT = np.random.default_rng(n).random((n, len(tasks)), dtype=np.float32)
@@ -55,7 +57,7 @@ def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
     assert encode_protobuf(answer, top) == message.SerializeToString(deterministic=True)
 
 
-def test_an_answer_in_json() -> None:
+def test_scores_of_a_json_answer_are_shortest_decimals() -> None:
     scores = np.array([[0.1, 0.25], [1 / 3, 1.0]], dtype=np.float32)
     answer: RankAnswer[Any] = RankAnswer(
         request_id="r",

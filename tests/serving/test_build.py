@@ -1,4 +1,4 @@
-"""What a process does before it is ready."""
+"""What a serving process does before it is ready: it compiles all kernels with made-up requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from roostream.wire.lookup import Lookup
 from serving.build import precompile
 from serving.rank import RankService
 from serving.request import RankRequest
-from tests.serving.serving_cases import HISTORY, SCHEMA, build
+from tests.serving.serving_cases import HISTORY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeHydrator
 
 
-class Rows:
-    """Every row is 0."""
+class ZeroRows:
+    """Fake rows that are all 0."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
         return {
@@ -25,8 +25,8 @@ class Rows:
         }
 
 
-class Kept(RankService):
-    """Remembers what it ranked."""
+class RecordingRankService(RankService):
+    """A rank service that records the requests that it ranked."""
 
     ranked: list[RankRequest]
 
@@ -36,10 +36,15 @@ class Kept(RankService):
 
 
 def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
-    built = build(tmp_path, Rows(), FakeHydrator({"history": HISTORY}, {"clicks": 1.0}), service=Kept)
-    precompile(built.context)
-    in_json, in_protobuf = built.service.ranked  # type: ignore[attr-defined]
+    serving = build_serving(
+        tmp_path,
+        ZeroRows(),
+        FakeHydrator({"history": HISTORY}, {"clicks": 1.0}),
+        service=RecordingRankService,
+    )
+    precompile(serving.context)
+    in_json, in_protobuf = serving.service.ranked  # type: ignore[attr-defined]
     assert in_json.blocks is None and in_protobuf.blocks is not None
     assert in_json.item_ids.tolist() == in_protobuf.item_ids.tolist() == [8, 9]
-    assert built.context.log.backlog_records == 0, "made-up requests are not logged"
-    built.close()
+    assert serving.context.log.backlog_records == 0, "made-up requests are not logged"
+    serving.close()

@@ -1,4 +1,5 @@
-"""A user's own model in serving: the code that was trained with or none, and its errors as answers."""
+"""Custom models in serving: a version is served only with the code that it was trained with, and errors of
+that code become answers."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from tests.runtime.manifest_cases import a_manifest
 SCHEMA = make_schema("everything")
 
 
-def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, LoadedVersions]:
-    """Whether a commit of this configuration is served, and what is."""
+def follow_commit(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, LoadedVersions]:
+    """Commit a model of this configuration. Return whether it is served, and the loaded versions."""
     store, versions = FileStore(folder), LoadedVersions(first_version(SCHEMA, config, 0))
     state = build_model(SCHEMA, config, 5).state_dict()
     file = store_file(
@@ -41,18 +42,20 @@ def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, L
 
 
 def test_the_served_model_code_is_that_of_training(tmp_path: Path) -> None:
-    served, versions = followed(tmp_path / "store", load_model_config(written(tmp_path, CODE)))
+    served, versions = follow_commit(tmp_path / "store", load_model_config(written(tmp_path, CODE)))
     assert served and versions.newest.name == "1-1"
 
 
 def test_a_version_with_other_code_is_skipped_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served, versions = followed(tmp_path / "store", load_model_config(written(tmp_path, CODE)), code="0" * 64)
+    served, versions = follow_commit(
+        tmp_path / "store", load_model_config(written(tmp_path, CODE)), code="0" * 64
+    )
     assert not served and versions.newest.name == "0-0"
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "model 'shop.py:build': expected code of digest 000000000000, got" in told
-    assert "use the file that it was trained with" in told
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "model 'shop.py:build': expected code of digest 000000000000, got" in warning
+    assert "use the file that it was trained with" in warning
 
 
 def test_an_error_of_custom_code_is_logged_and_answered_without_paths(
@@ -62,15 +65,15 @@ def test_an_error_of_custom_code_is_logged_and_answered_without_paths(
     ro, nro, item_n = as_served(SCHEMA, 3, seed=1)
     with pytest.raises(
         RequestError, match="the code of model version 0-0 failed; serving's log says where"
-    ) as told:
+    ) as refused:
         first_version(SCHEMA, config, 0).score(
-            NoRows(), read_request(SCHEMA, ro, nro, item_n, 1_700_000_000_000)
+            ZeroRows(), read_request(SCHEMA, ro, nro, item_n, 1_700_000_000_000)
         )
-    assert told.value.status == 500 and "shop.py:15: AttributeError" in caplog.text
+    assert refused.value.status == 500 and "shop.py:15: AttributeError" in caplog.text
 
 
-class NoRows:
-    """Every row is 0."""
+class ZeroRows:
+    """Fake rows that are all 0."""
 
     def gather(self, lookup: object) -> dict[str, np.ndarray]:
         parts = lookup.stacks  # type: ignore[attr-defined]

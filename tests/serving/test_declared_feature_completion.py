@@ -1,4 +1,5 @@
-"""A declared cross counter: read for the page that the client names, scored, and logged as scored."""
+"""A declared counter of page and item: serving reads it for the page that the client names, scores it, and
+logs the value that it scored."""
 
 from __future__ import annotations
 
@@ -33,44 +34,44 @@ BODY = (
 MODEL = RankerConfig(request_layers=(4,), history_attention=False)
 
 
-def ranked(hydrator: Hydration, body: bytes = BODY) -> tuple[pb.Impression, bool]:
+def rank(hydrator: Hydration, body: bytes = BODY) -> tuple[pb.Impression, bool]:
     service = RankService(SCHEMA, LoadedVersions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA), hydrator)
-    done = service.rank(JsonParser(SCHEMA).parse(body), T0 + 1000)
-    return pb.Impression.FromString(done.record.value[2:]), done.answer.degraded
+    result = service.rank(JsonParser(SCHEMA).parse(body), T0 + 1000)
+    return pb.Impression.FromString(result.record.value[2:]), result.answer.degraded
 
 
-class CountersInMemory(Counters):
-    """Counters that stand in for those in Redis."""
+class FakeCounters(Counters):
+    """Counters in memory, in place of those in Redis."""
 
     def read_all(self, requests: Sequence[HydrationRequest]) -> list[Hydrated]:
         return [self.read(*request) for request in requests]
 
 
-def counted() -> CountersInMemory:
-    """An order of item 6 on the page."""
-    counters, reader, header = CountersInMemory(SCHEMA), FieldReader(SCHEMA), (7, 1, "", "before")
+def make_counters() -> FakeCounters:
+    """Return counters after an order of item 6 on the page `home`."""
+    counters, reader, header = FakeCounters(SCHEMA), FieldReader(SCHEMA), (7, 1, "", "before")
     counters.apply_impression(7, [6], T0, reader.from_values(header, {"page": ["home"]}, {}, 1))
     counters.apply_engagement(7, 6, "order", 1.0, T0 + 1, reader.from_header(header))
     return counters
 
 
 def test_declared_counters_are_scored_and_logged() -> None:
-    impression, degraded = ranked(counted())
+    impression, degraded = rank(make_counters())
     nro = decode_block(SCHEMA, "nro", impression.nro, 2)
     assert nro["here"].tolist() == [0.0, 1.0] and not degraded
     assert decode_block(SCHEMA, "ro", impression.ro, 1)["orders"] == [6]
-    elsewhere, _ = ranked(counted(), BODY.replace(b"home", b"cart"))
+    elsewhere, _ = rank(make_counters(), BODY.replace(b"home", b"cart"))
     assert decode_block(SCHEMA, "nro", elsewhere.nro, 2)["here"].tolist() == [0.0, 0.0]
-    nowhere, _ = ranked(counted(), BODY.replace(b'"page": ["home"]', b""))
+    nowhere, _ = rank(make_counters(), BODY.replace(b'"page": ["home"]', b""))
     assert np.isnan(decode_block(SCHEMA, "nro", nowhere.nro, 2)["here"]).all(), (
-        "an unknown page is missing, as it is scored"
+        "without a page, the feature is missing in the log, as it was when scored"
     )
 
 
 def test_without_redis_declared_features_are_missing_and_the_answer_is_degraded() -> None:
-    away = FakeHydrator()
-    away.away = True
-    impression, degraded = ranked(away)
+    hydrator = FakeHydrator()
+    hydrator.unavailable = True
+    impression, degraded = rank(hydrator)
     assert degraded and np.isnan(decode_block(SCHEMA, "nro", impression.nro, 2)["here"]).all()
     assert "orders" not in decode_block(SCHEMA, "ro", impression.ro, 1)
 

@@ -1,4 +1,4 @@
-"""Event time at the edge: heartbeats never overtake what an open request will log."""
+"""Heartbeats of serving: their event time is never later than that of a request that is still open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def feature_log(tmp_path: Path) -> Iterator[FeatureLog]:
     log.close()
 
 
-def beats(log: FeatureLog) -> list[LogRecord]:
+def logged_records(log: FeatureLog) -> list[LogRecord]:
     return [e.record for e in log.read(log.cursor, 1 << 20) if e.record is not None]
 
 
@@ -37,7 +37,7 @@ def test_the_producer_name_survives_a_restart(tmp_path: Path) -> None:
 def test_every_partition_of_both_event_topics_gets_a_heartbeat(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
     heartbeat.beat(feature_log, InflightWatermark(clock), "serving-1", 4)
-    records = beats(feature_log)
+    records = logged_records(feature_log)
     assert [(r.topic, r.partition) for r in records] == [
         *(("impressions", p) for p in range(4)),
         *(("engagements", p) for p in range(4)),
@@ -76,21 +76,21 @@ def test_a_clock_that_goes_back_repeats_the_last_time(feature_log: FeatureLog) -
 def test_a_full_log_pauses_heartbeats_and_is_logged_once(
     feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Rounds(FakeClock):
-        """Stops the loop after some rounds."""
+    class LimitedClock(FakeClock):
+        """A fake clock that stops the loop after some rounds."""
 
-        left = 40
+        rounds_left = 40
 
         def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
-            self.left -= 1
-            if not self.left and stop is not None:
+            self.rounds_left -= 1
+            if not self.rounds_left and stop is not None:
                 stop.set()
             return super().sleep(seconds, stop)
 
     heartbeat.run(
-        partial(heartbeat.beat, feature_log, InflightWatermark(Rounds()), "serving-1", 4),
+        partial(heartbeat.beat, feature_log, InflightWatermark(LimitedClock()), "serving-1", 4),
         1000,
-        Rounds(),
+        LimitedClock(),
         threading.Event(),
     )
     assert caplog.text.count("heartbeats are paused") == 1

@@ -1,4 +1,4 @@
-"""An object of a JSON body has each key once."""
+"""An object in a JSON body may have each key only once."""
 
 from __future__ import annotations
 

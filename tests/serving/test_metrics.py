@@ -1,4 +1,4 @@
-"""What is counted, where, and what stays true when it is read in between."""
+"""Metrics of serving: score histograms, requests by route and status, and the stages of a rank request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.testclient import TestClient
 
 from serving.http.app import HttpInterface
 from serving.metrics import SCORES, ScoreHistogram, ServingMetrics
-from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_cases import BODY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
-def counted(spread: ScoreHistogram, task: str) -> tuple[list[float], float]:
-    """(in each bucket, not cumulated; their sum)."""
+def bucket_counts(histogram: ScoreHistogram, task: str) -> tuple[list[float], float]:
+    """Return (number of scores in each bucket, sum of the scores)."""
     registry = CollectorRegistry()
-    registry.register(spread)
+    registry.register(histogram)
     bounds = [*(repr(float(b)) for b in SCORES), "+Inf"]
     cumulated = [
         registry.get_sample_value("roostream_serving_score_bucket", {"task": task, "le": b}) or 0.0
@@ -31,28 +31,28 @@ def counted(spread: ScoreHistogram, task: str) -> tuple[list[float], float]:
 
 
 def test_scores_are_counted_in_histogram_buckets() -> None:
-    rng, spread = np.random.default_rng(0), ScoreHistogram(("click", "dwell"))
+    rng, histogram = np.random.default_rng(0), ScoreHistogram(("click", "dwell"))
     given = [rng.random((n, 2), np.float32) for n in (1, 50, 8192, 5000, 20)]
     given[1][0] = SCORES[3], 0.0
     for scores_nT in given:
-        spread.add(scores_nT)
-        counted(spread, "click")
+        histogram.add(scores_nT)
+        bucket_counts(histogram, "click")
     all_NT = np.concatenate(given)
-    for at, task in enumerate(("click", "dwell")):
-        counts, total = counted(spread, task)
+    for index, task in enumerate(("click", "dwell")):
+        counts, total = bucket_counts(histogram, task)
         edges = np.array([-1, *SCORES, 2]).astype(np.float32)
         assert counts == [
-            ((all_NT[:, at] > a) & (all_NT[:, at] <= b)).sum() for a, b in itertools.pairwise(edges)
+            ((all_NT[:, index] > a) & (all_NT[:, index] <= b)).sum() for a, b in itertools.pairwise(edges)
         ]
-        assert total == pytest.approx(all_NT[:, at].sum(), rel=1e-5)
+        assert total == pytest.approx(all_NT[:, index].sum(), rel=1e-5)
 
 
 def test_scores_beyond_all_buckets_and_models_without_tasks_are_counted() -> None:
     ScoreHistogram(()).add(np.zeros((3, 0), np.float32))
     assert ScoreHistogram(()).collect()[0].samples == []
-    spread = ScoreHistogram(("click",))
-    spread.add(np.zeros((9000, 1), np.float32))
-    assert sum(counted(spread, "click")[0]) == 8192
+    histogram = ScoreHistogram(("click",))
+    histogram.add(np.zeros((9000, 1), np.float32))
+    assert sum(bucket_counts(histogram, "click")[0]) == 8192
 
 
 def test_a_request_is_counted_by_route_and_class_of_status() -> None:
@@ -60,13 +60,17 @@ def test_a_request_is_counted_by_route_and_class_of_status() -> None:
     for status, seconds in ((200, 0.0015), (200, 0.002), (429, 0.0001), (503, 5.0)):
         metrics.answered("rank", status, seconds)
 
-    def at(status: str, le: str) -> float | None:
+    def bucket_value(status: str, le: str) -> float | None:
         return metrics.registry.get_sample_value(
             "roostream_serving_request_seconds_bucket", {"route": "rank", "status": status, "le": le}
         )
 
-    assert [at("2xx", le) for le in ("0.001", "0.002", "+Inf")] == [0, 2, 2]
-    assert (at("4xx", "0.0005"), at("5xx", "2.0"), at("5xx", "+Inf")) == (1, 0, 1)
+    assert [bucket_value("2xx", le) for le in ("0.001", "0.002", "+Inf")] == [0, 2, 2]
+    assert (bucket_value("4xx", "0.0005"), bucket_value("5xx", "2.0"), bucket_value("5xx", "+Inf")) == (
+        1,
+        0,
+        1,
+    )
     assert (
         metrics.registry.get_sample_value(
             "roostream_serving_requests_total", {"route": "rank", "status": "503"}
@@ -77,19 +81,21 @@ def test_a_request_is_counted_by_route_and_class_of_status() -> None:
 
 def test_every_stage_of_a_rank_is_observed_once(tmp_path: Path) -> None:
     hydrator = FakeHydrator({"history": None}, {"clicks_1h": 1.0})
-    built = build(tmp_path, FakeRows(SCHEMA), hydrator)
-    http = TestClient(HttpInterface(built.context))
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), hydrator)
+    http = TestClient(HttpInterface(serving.context))
     for _ in range(2):
         assert http.post("/v1/rank", json=BODY | {"ro": {}}).is_success
-    hydrator.away = True
+    hydrator.unavailable = True
     assert http.post("/v1/rank", json=BODY | {"ro": {}}).json()["degraded"]
     assert http.post("/v1/rank", json={}).status_code == 400
-    told = built.context.metrics.registry.get_sample_value
+    get_metric = serving.context.metrics.registry.get_sample_value
     stages = {
-        s: told("roostream_serving_stage_seconds_count", {"stage": s})
+        s: get_metric("roostream_serving_stage_seconds_count", {"stage": s})
         for s in ("parse", "hydrate", "encode", "score", "log")
     }
-    assert stages == dict.fromkeys(stages, 3) and told("roostream_serving_queue_seconds_count") == 3
-    assert [told("roostream_serving_redis_seconds_count", {"outcome": o}) for o in ("ok", "failed")] == [2, 1]
-    assert told("roostream_serving_score_count", {"task": "click"}) == 9
-    built.close()
+    assert stages == dict.fromkeys(stages, 3) and get_metric("roostream_serving_queue_seconds_count") == 3
+    assert [
+        get_metric("roostream_serving_redis_seconds_count", {"outcome": o}) for o in ("ok", "failed")
+    ] == [2, 1]
+    assert get_metric("roostream_serving_score_count", {"task": "click"}) == 9
+    serving.close()

@@ -1,4 +1,5 @@
-"""Exploration: its propensities are the probabilities of what it does."""
+"""Exploration and team-draft interleaving: the logged propensities equal the probabilities of the shown
+orders."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_without_exploration_the_order_is_by_score() -> None:
 
 
 def test_the_propensities_of_all_orders_sum_to_one() -> None:
-    """Every order of three, each with its probability as logged: the product over its slots."""
+    """The probability of an order is the product of the propensities of its slots."""
     best, exploration, total = [1, 2, 0], 0.3, 0.0
     for order in permutations(best):
         left, probability = list(best), 1.0
@@ -39,11 +40,11 @@ def test_the_propensities_of_all_orders_sum_to_one() -> None:
 
 
 def test_logged_propensities_equal_observed_frequencies() -> None:
-    draw = random.Random(7)
+    rng = random.Random(7)
     first: Counter[int] = Counter()
     logged: dict[int, float] = {}
     for _ in range(20_000):
-        order, propensities = explore([3, 1, 0, 2], 0.4, draw)
+        order, propensities = explore([3, 1, 0, 2], 0.4, rng)
         first[order[0]] += 1
         logged[order[0]] = propensities[order[0]]
     assert logged == {3: 0.4 / 4 + 0.6, 1: 0.1, 0: 0.1, 2: 0.1}
@@ -67,11 +68,11 @@ def test_a_repeated_request_gets_the_same_order() -> None:
     assert order("a") == order("a") != order("b")
 
 
-# ---- Team draft: fair, whole, and with the probabilities that it says.
+# Tests of team draft: it is fair, shows every candidate, and logs right propensities.
 
 
-class Coins(random.Random):
-    """What a coin shows is given."""
+class FixedCoins(random.Random):
+    """A random generator whose coin flips are given."""
 
     def __init__(self, sides: Sequence[int]) -> None:
         super().__init__(0)
@@ -81,10 +82,10 @@ class Coins(random.Random):
         return next(self.sides)
 
 
-def drafts(ours: list[int], rival: list[int]) -> list[Draft]:
-    """For all coins, each as likely."""
+def all_drafts(ours: list[int], rival: list[int]) -> list[Draft]:
+    """Return the drafts for all sequences of coin flips, which are equally likely."""
     return [
-        team_draft(ours, rival, Coins(sides))
+        team_draft(ours, rival, FixedCoins(sides))
         for sides in itertools.product((OURS, RIVAL), repeat=(len(ours) + 1) // 2)
     ]
 
@@ -95,7 +96,7 @@ RANKINGS = st.integers(1, 5).flatmap(
 
 
 def test_team_draft_picks_the_best_remaining_candidate_of_each_ranker() -> None:
-    draft = team_draft([0, 1, 2, 3], [3, 0, 2, 1], Coins([RIVAL, OURS]))
+    draft = team_draft([0, 1, 2, 3], [3, 0, 2, 1], FixedCoins([RIVAL, OURS]))
     assert draft.order == [3, 0, 1, 2]
     assert [draft.team_n[c] for c in draft.order] == [RIVAL, OURS, OURS, RIVAL]
 
@@ -103,7 +104,7 @@ def test_team_draft_picks_the_best_remaining_candidate_of_each_ranker() -> None:
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
 def test_draft_propensities_equal_enumerated_coin_flips(rankings: tuple[list[int], list[int]]) -> None:
-    found = drafts(*map(list, rankings))
+    found = all_drafts(*map(list, rankings))
     for slot in range(len(rankings[0])):
         above = Counter(tuple(d.order[:slot]) for d in found)
         shown = Counter(tuple(d.order[: slot + 1]) for d in found)
@@ -115,13 +116,13 @@ def test_draft_propensities_equal_enumerated_coin_flips(rankings: tuple[list[int
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
 def test_a_draft_shows_every_candidate_once_with_equal_teams(rankings: tuple[list[int], list[int]]) -> None:
-    for draft in drafts(*map(list, rankings)):
+    for draft in all_drafts(*map(list, rankings)):
         assert sorted(draft.order) == sorted(rankings[0])
         assert abs(draft.team_n.count(OURS) - draft.team_n.count(RIVAL)) <= 1
 
 
 def test_rankers_that_agree_give_their_order_with_certainty() -> None:
-    for draft in drafts([2, 0, 1], [2, 0, 1]):
+    for draft in all_drafts([2, 0, 1], [2, 0, 1]):
         assert draft.order == [2, 0, 1] and draft.propensities == [1.0] * 3
 
 

@@ -1,5 +1,5 @@
-"""What is scored are the arrays that were packed into the bytes that are logged: those that training reads
-out of them."""
+"""The arrays that serving scores equal, bit for bit, the arrays that training decodes from the logged
+bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ FLOAT = st.none() | st.floats(allow_nan=True, allow_infinity=False, width=32)
 
 @st.composite
 def schemas(draw: st.DrawFn) -> Schema:
-    """Any features of any kinds on both sides, some of their lists cut, some floats with a default."""
+    """Strategy of schemas with request and candidate features of any kind, some with `max_len` or a
+    default."""
     text = '[limits]\nmax_list = 6\n[tables.t]\ndim = 2\n[[label]]\nname = "y"\naction = "y"\n'
     for side in ("ro", "nro"):
         for i, kind in enumerate(draw(st.lists(st.sampled_from(list(KINDS)), max_size=4))):
@@ -97,7 +98,7 @@ def requests(draw: st.DrawFn, schema: Schema) -> RequestColumns:
 
 
 def as_record(schema: Schema, request: RequestColumns, at: int) -> Record:
-    """The sample that the joiner makes of it."""
+    """Return the sample that the joiner makes of this request."""
     n = len(request.item_ids)
     sample = pb.Sample(
         header=pb.Header(request_id=f"r{at}", time_ms=request.time_ms, schema=schema.fingerprint),
@@ -110,10 +111,10 @@ def as_record(schema: Schema, request: RequestColumns, at: int) -> Record:
     return Record("samples", 0, at, NOW_MS, b"", wire.encode(wire.SAMPLE, sample))
 
 
-def assert_equal(ours: Batch, theirs: Batch, fields: tuple[str, ...] = ()) -> None:
-    """In every array of `fields` (none given = all), bit for bit."""
+def assert_equal(built: Batch, decoded: Batch, fields: tuple[str, ...] = ()) -> None:
+    """Assert that the arrays of `fields` (none given = all) are equal bit for bit."""
     for name in fields or [f.name for f in dataclasses.fields(Batch) if f.name != "schema"]:
-        a, b = getattr(ours, name), getattr(theirs, name)
+        a, b = getattr(built, name), getattr(decoded, name)
         if isinstance(a, np.ndarray):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
             continue
@@ -135,15 +136,15 @@ def assert_equal(ours: Batch, theirs: Batch, fields: tuple[str, ...] = ()) -> No
 def test_a_batch_of_values_equals_the_decoded_bytes_bit_for_bit(data: st.DataObject) -> None:
     schema = data.draw(schemas())
     decoder = Decoder(schema, lambda _: schema)
-    asked = [data.draw(requests(schema)) for _ in range(data.draw(st.integers(1, 3)))]
-    for request in asked:
+    drawn = [data.draw(requests(schema)) for _ in range(data.draw(st.integers(1, 3)))]
+    for request in drawn:
         read = decoder.decode_request(pack(request.ro), pack(request.nro), request.item_ids, request.time_ms)
         assert_equal(build_batch(schema, [request]), read)
-    trained, rejects = decoder.decode([as_record(schema, request, i) for i, request in enumerate(asked)])
+    trained, rejects = decoder.decode([as_record(schema, request, i) for i, request in enumerate(drawn)])
     assert not rejects
     side = ("ro_float_RF", "ro_present_RF", "ro_lists", "nro_float_BF", "nro_present_BF", "nro_lists")
     of_all = ("num_candidates_R", "request_index_B", "item_B", "time_ms_R")
-    assert_equal(build_batch(schema, asked), trained, (*side, *of_all))
+    assert_equal(build_batch(schema, drawn), trained, (*side, *of_all))
 
 
 @settings(deadline=None, max_examples=30)
@@ -180,32 +181,34 @@ def test_flat_values_equal_lists_decoded_one_by_one(data: st.DataObject) -> None
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_the_fast_check_agrees_with_the_full_one(data: st.DataObject) -> None:
-    """Damaged in some byte or not: nothing is taken that would be refused, and it is read as the same."""
+    """For valid and for damaged blocks: whatever the fast check accepts, the full check accepts too, with
+    equal arrays.
+    """
     schema = data.draw(schemas())
     request = data.draw(requests(schema))
-    n, whole = len(request.item_ids), [pack(request.ro), pack(request.nro)]
-    assert fast_checked_columns(schema, whole[0], whole[1], n) is not None
-    blocks = list(whole)
+    n, valid = len(request.item_ids), [pack(request.ro), pack(request.nro)]
+    assert fast_checked_columns(schema, valid[0], valid[1], n) is not None
+    blocks = list(valid)
     side = data.draw(st.integers(0, 1))
     if blocks[side]:
         damaged = bytearray(blocks[side])
         damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
         blocks[side] = bytes(damaged)
-    at_once = fast_checked_columns(schema, blocks[0], blocks[1], n)
-    if at_once is None:
+    fast = fast_checked_columns(schema, blocks[0], blocks[1], n)
+    if fast is None:
         return
-    for ours, (its, block, rows) in zip(at_once, (("ro", blocks[0], 1), ("nro", blocks[1], n)), strict=True):
-        theirs = checked(schema, "ro" if its == "ro" else "nro", block, rows)
-        assert [(c.dtype, c.tobytes()) for c in ours] == [(c.dtype, c.tobytes()) for c in theirs]
+    for columns, (name, block, rows) in zip(fast, (("ro", blocks[0], 1), ("nro", blocks[1], n)), strict=True):
+        full = checked(schema, "ro" if name == "ro" else "nro", block, rows)
+        assert [(c.dtype, c.tobytes()) for c in columns] == [(c.dtype, c.tobytes()) for c in full]
 
 
 def test_too_many_candidates_are_left_to_the_full_check() -> None:
     schema = schema_from_dict(tomllib.loads(RICH))
-    most = schema.limits.max_candidates
-    assert fast_checked_columns(schema, b"", b"", most) is not None
-    assert fast_checked_columns(schema, b"", b"", most + 1) is None
-    with pytest.raises(WireError, match=f"at most {most} candidates"):
-        checked(schema, "nro", b"", most + 1)
+    max_candidates = schema.limits.max_candidates
+    assert fast_checked_columns(schema, b"", b"", max_candidates) is not None
+    assert fast_checked_columns(schema, b"", b"", max_candidates + 1) is None
+    with pytest.raises(WireError, match=f"at most {max_candidates} candidates"):
+        checked(schema, "nro", b"", max_candidates + 1)
 
 
 def test_labels_are_unknown_and_read_only() -> None:
@@ -225,10 +228,10 @@ def test_precompile_covers_every_request() -> None:
         "history": {"item": [1], "action": [2], "kind": [3], "time": [4]},
         "tags": {"ids": [1], "weights": [0.5]},
     }
-    asked = RequestColumns(
+    request = RequestColumns(
         ro_columns(schema, given), nro_columns(schema, {"item": np.array([1, 2])}, 2), np.arange(2), 0
     )
-    for several in ([asked], [asked, asked], [asked._replace(nro=NO_COLUMNS), asked]):
-        build_batch(schema, several)
-    build_batch(schema, [read_request(schema, pack(asked.ro), pack(asked.nro), np.arange(2), 0)])
+    for batch in ([request], [request, request], [request._replace(nro=NO_COLUMNS), request]):
+        build_batch(schema, batch)
+    build_batch(schema, [read_request(schema, pack(request.ro), pack(request.nro), np.arange(2), 0)])
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before

@@ -1,5 +1,5 @@
-"""A serving process takes over from another on the same port: clients that keep their connections meet no
-failure."""
+"""Rolling restart: a new serving process takes over the port of an old one. Clients that keep their
+connections open see no failure."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from roostream.errors import RoostreamError
 from roostream.runtime.store_identity import init_store
 from serving.client.client import ServingClient
 from serving.examples import rank_example
-from tests.serving.live_serving import serving_live
-from tests.serving.serving_cases import BODY, SCHEMA, Built, build
+from tests.serving.live_serving import run_live_serving
+from tests.serving.serving_cases import BODY, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
-from tests.serving.test_serving_main import Running, write_config
+from tests.serving.test_serving_main import ServingProcess, write_config
 
 NUM_CLIENTS = 16
 PAUSE_S = 0.1
 
 
 class Client(threading.Thread):
-    """Asks again and again on a connection that it keeps; it doesn't try anything twice."""
+    """Sends requests in a loop on one persistent connection, without retries."""
 
     def __init__(self, port: int, stop: threading.Event) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(home: Path, port: int, **changes: object) -> Iterator[Running]:
-    """Listening; ended whatever the test does."""
+def run_process(home: Path, port: int, **changes: object) -> Iterator[ServingProcess]:
+    """Start a serving process and wait until it listens. It is killed also after a failed test."""
     home.mkdir()
     settings = {"deadline_ms": 30_000, **changes}
-    process = Running(write_config(home, listen=f"127.0.0.1:{port}", reuse_port=True, **settings))
+    process = ServingProcess(write_config(home, listen=f"127.0.0.1:{port}", reuse_port=True, **settings))
     try:
         process.wait_for_address()
         yield process
@@ -76,7 +76,7 @@ def running(home: Path, port: int, **changes: object) -> Iterator[Running]:
         process.end()
 
 
-def ended(process: Running) -> int:
+def stop_process(process: ServingProcess) -> int:
     process.child.send_signal(signal.SIGTERM)
     return process.end()
 
@@ -85,12 +85,12 @@ def ended(process: Running) -> int:
 def test_no_request_of_16_clients_fails_during_a_rolling_restart(tmp_path: Path) -> None:
     port, stop = free_port(), threading.Event()
     clients = [Client(port, stop) for _ in range(NUM_CLIENTS)]
-    with running(tmp_path / "a", port) as first:
+    with run_process(tmp_path / "a", port) as first:
         try:
             for client in clients:
                 client.start()
-            with running(tmp_path / "b", port) as second:
-                assert ended(first) == 0, "".join(first.lines)
+            with run_process(tmp_path / "b", port) as second:
+                assert stop_process(first) == 0, "".join(first.lines)
                 before = sum(c.outcomes["200"] for c in clients)
                 while sum(c.outcomes["200"] for c in clients) < before + NUM_CLIENTS:
                     assert second.child.poll() is None
@@ -98,14 +98,14 @@ def test_no_request_of_16_clients_fails_during_a_rolling_restart(tmp_path: Path)
                 stop.set()
                 for client in clients:
                     client.join()
-                assert ended(second) == 0, "".join(second.lines)
+                assert stop_process(second) == 0, "".join(second.lines)
         finally:
             stop.set()
     assert set(sum((c.outcomes for c in clients), Counter())) == {"200"}
 
 
 class DefaultClient(threading.Thread):
-    """Roostream's client with its defaults, in a closed loop."""
+    """Sends requests in a loop with Roostream's client and its default settings."""
 
     def __init__(self, port: int, stop: threading.Event, number: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DefaultClient(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path: Path) -> None:
-    """90,000 requests, 100 versions and 10 rolling restarts; other numbers by the environment."""
+    """90,000 requests, 100 versions and 10 rolling restarts. Environment variables set other numbers."""
     num_requests, num_versions, num_restarts = (
         int(os.environ.get(name, default))
         for name, default in (("REQUESTS", "90000"), ("VERSIONS", "100"), ("RESTARTS", "10"))
@@ -136,7 +136,7 @@ def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path
     port, stop, swapping = free_port(), threading.Event(), threading.Event()
     init_store(tmp_path / "store")
     commits = Commits(tmp_path / "store")
-    own = {
+    settings = {
         "schema": str(DEMO),
         "store": str(tmp_path / "store"),
         "shards": [],
@@ -146,14 +146,16 @@ def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path
     clients = [DefaultClient(port, stop, number) for number in range(8)]
     committing = threading.Thread(target=commits.run, args=(swapping,))
     with contextlib.ExitStack() as opened:
-        processes = [opened.enter_context(running(tmp_path / "0", port, **own))]
+        processes = [opened.enter_context(run_process(tmp_path / "0", port, **settings))]
         committing.start()
         for client in clients:
             client.start()
         try:
             for number in range(num_restarts):
-                processes.append(opened.enter_context(running(tmp_path / str(number + 1), port, **own)))
-                assert ended(processes[-2]) == 0, "".join(processes[-2].lines)
+                processes.append(
+                    opened.enter_context(run_process(tmp_path / str(number + 1), port, **settings))
+                )
+                assert stop_process(processes[-2]) == 0, "".join(processes[-2].lines)
             while (
                 sum(client.num_answered for client in clients) < num_requests
                 or len(set[str]().union(*(client.versions for client in clients))) < num_versions
@@ -172,21 +174,21 @@ def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Built:
-    return build(tmp_path, FakeRows(SCHEMA), drain_ms=60_000)
+def serving(tmp_path: Path) -> InProcessServing:
+    return build_serving(tmp_path, FakeRows(SCHEMA), drain_ms=60_000)
 
 
-def test_an_answer_during_shutdown_closes_its_connection(built: Built) -> None:
-    with serving_live(built, stop_s=240.0) as live:
+def test_an_answer_during_shutdown_closes_its_connection(serving: InProcessServing) -> None:
+    with run_live_serving(serving, stop_s=240.0) as live:
         connection = http.client.HTTPConnection(*live.address, timeout=30)
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
         assert answer.read() and answer.getheader("connection") is None
         live.stop.set()
-        said = ""
-        while said != "close":
+        connection_header = ""
+        while connection_header != "close":
             connection.request("GET", "/healthz")
             answer = connection.getresponse()
             assert answer.status == 200 and answer.read()
-            said = answer.getheader("connection") or ""
-        assert connection.sock is None, "the client knows that it is over"
+            connection_header = answer.getheader("connection") or ""
+        assert connection.sock is None, "the client has closed the connection"

@@ -1,4 +1,4 @@
-"""Settings of serving: wrong ones are one sentence."""
+"""Settings of serving: a wrong setting is rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.config import ServingConfig
 from serving.online_features.config import FeaturesConfig
 from tests.serving.serving_cases import config_of
 
-BAD = [
+BAD_SETTINGS = [
     ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address"),
     ({"listen": "example.org:80"}, "key 'listen': expected a loopback address"),
     ({"listen": "8080"}, "'8080'"),
@@ -35,7 +35,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), BAD, ids=[c[1] for c in BAD])
+@pytest.mark.parametrize(("changes", "text"), BAD_SETTINGS, ids=[c[1] for c in BAD_SETTINGS])
 def test_a_wrong_setting_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         config_of(tmp_path, **changes)
@@ -48,20 +48,20 @@ def test_a_loopback_address_needs_no_permission(tmp_path: Path, listen: str) -> 
 
 
 def test_serving_and_updater_settings_load_from_toml(tmp_path: Path) -> None:
-    own = tmp_path / "serving.toml"
-    own.write_text(
+    file = tmp_path / "serving.toml"
+    file.write_text(
         'schema = "s.toml"\nstore = "st"\nbootstrap = "a:1,b:2"\nhome = "h"\n'
         'shards = ["c:3"]\nheartbeat = "2s"\nmax_log_bytes = "1GiB"\n'
     )
-    config = load(ServingConfig, own, program="serving", environ={})
+    config = load(ServingConfig, file, program="serving", environ={})
     assert (config.heartbeat_ms, config.max_log_bytes, config.shards, config.home) == (
         2000,
         1 << 30,
         ("c:3",),
         Path("h"),
     )
-    own.write_text('schema = "s.toml"\nbootstrap = "a:1"\nredis = "redis://h:1/0"\n')
-    assert load(FeaturesConfig, own, program="features", environ={}).metrics_port == 0
-    own.write_text("exploraton = 0.1\n")
+    file.write_text('schema = "s.toml"\nbootstrap = "a:1"\nredis = "redis://h:1/0"\n')
+    assert load(FeaturesConfig, file, program="features", environ={}).metrics_port == 0
+    file.write_text("exploraton = 0.1\n")
     with pytest.raises(ConfigError, match="did you mean 'exploration'"):
-        load(ServingConfig, own, environ={})
+        load(ServingConfig, file, environ={})

@@ -1,4 +1,4 @@
-"""The two Kafka adapters over clients that answer as librdkafka does."""
+"""Serving's Kafka producer and the options of its consumer, with a fake of librdkafka's producer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving.feature_log.sender import KafkaSink
 from serving.rows.row_follower import rows_consumer_options
 
 
-class Producer:
+class FakeProducer:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -40,7 +40,7 @@ OUTCOMES = [
 
 @pytest.mark.parametrize(("code", "outcome"), OUTCOMES)
 def test_only_errors_of_the_record_itself_reject_it(code: int | None, outcome: str) -> None:
-    producer = Producer()
+    producer = FakeProducer()
     sink = KafkaSink(producer, "p-")
     seen: list[str] = []
     sink.send(LogRecord("impressions", -1, 5, b"userkey!", b"v"), lambda o, _: seen.append(o))
@@ -53,17 +53,17 @@ def test_only_errors_of_the_record_itself_reject_it(code: int | None, outcome: s
         b"v",
         5,
     )
-    assert "partition" not in sent, "the key decides"
+    assert "partition" not in sent, "without a partition, the key decides"
 
 
 def test_heartbeats_go_to_their_partition() -> None:
-    producer = Producer()
+    producer = FakeProducer()
     KafkaSink(producer, "").send(LogRecord("engagements", 3, 5, b"", b"v"), lambda *_: None)
     assert producer.sent[0]["partition"] == 3 and producer.sent[0]["key"] is None
 
 
 def test_a_closed_sink_returns_undelivered_records() -> None:
-    producer = Producer()
+    producer = FakeProducer()
     sink = KafkaSink(producer, "")
     sink.poll(0.1)
     sink.close()

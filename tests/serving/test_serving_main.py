@@ -1,4 +1,4 @@
-"""The whole serving process, real uvicorn on an ephemeral port, with Kafka, Redis and the shard away."""
+"""A real serving process (uvicorn on a free port) while Kafka, Redis and the shards are unavailable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.serving.serving_cases import BODY, SCHEMA
 from tests.serving.serving_fakes import FakeSink
 
 ROOT = Path(__file__).parents[2]
-_RUN = """
+_RUN_SERVING = """
 import sys
 from roostream.runtime.program import leave
 from roostream.schema.settings import load
@@ -50,7 +50,7 @@ leave(code)
 def write_config(home: Path, /, **changes: object) -> Path:
     (home / "schema.toml").write_text(to_toml(SCHEMA))
     init_store(home / "store")
-    own: dict[str, object] = {
+    settings: dict[str, object] = {
         "listen": "127.0.0.1:0",
         "schema": str(home / "schema.toml"),
         "store": str(home / "store"),
@@ -62,16 +62,16 @@ def write_config(home: Path, /, **changes: object) -> Path:
         **changes,
     }
     path = home / "serving.toml"
-    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
     return path
 
 
-class Running:
-    """A serving process and its log."""
+class ServingProcess:
+    """A serving process and the lines of its log."""
 
     def __init__(self, config: Path) -> None:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", _RUN, str(config)]
+        command = [sys.executable, "-c", _RUN_SERVING, str(config)]
         self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
         self.lines: list[str] = []
         self.url = ""
@@ -92,7 +92,7 @@ class Running:
         raise AssertionError("".join(self.lines))
 
     def end(self) -> int:
-        """Its exit code; again if it has ended."""
+        """Wait for the end of the process and return its exit code."""
         assert self.child.stderr is not None
         if self.child.stderr.closed:
             return self.child.wait()
@@ -108,7 +108,7 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
     (tmp_path / "token").write_text("0123456789abcdef")
     config = write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token"))
     (tmp_path / "store").rename(tmp_path / "unmounted")
-    running = Running(config)
+    running = ServingProcess(config)
     metrics_url = running.wait_for_line(r"metrics at (http://\S+)/metrics")[1]
     running.wait_for_line("waiting for the checkpoint store: ")
     assert httpx2.get(f"{metrics_url}/livez").status_code == 200
@@ -117,8 +117,8 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
     with httpx2.Client(base_url=running.wait_for_address(), timeout=30) as http:
         admin = re.findall(r"admin interface on (http://\S+)", "".join(running.lines))[0]
         assert http.get(f"{admin}/versions").status_code == 401
-        told = http.get(f"{admin}/versions", headers={"authorization": "Bearer 0123456789abcdef"}).json()
-        assert told["served"] == "0-0" and told["refused"] == []
+        versions = http.get(f"{admin}/versions", headers={"authorization": "Bearer 0123456789abcdef"}).json()
+        assert versions["served"] == "0-0" and versions["refused"] == []
         assert http.get("/healthz").status_code == 200
         ready = http.get("/readyz")
         assert ready.status_code == 503 and ready.json()["waiting_for"] == ["rows of the shards"]
@@ -157,17 +157,17 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
 def test_the_feature_log_is_sent_although_another_thread_hangs(tmp_path: Path) -> None:
     config = load(ServingConfig, write_config(tmp_path), environ={})
     process = build_process(config, open_checkpoint_store(config.store), CollectorRegistry())
-    taken: list[LogRecord] = []
-    process = dataclasses.replace(process, sender=LogSender(process.context.log, lambda: FakeSink(taken)))
+    delivered: list[LogRecord] = []
+    process = dataclasses.replace(process, sender=LogSender(process.context.log, lambda: FakeSink(delivered)))
     record = LogRecord("impressions", -1, 1, b"userkey!", b"impression")
     process.context.log.append(record)
-    stop, over = threading.Event(), threading.Event()
+    stop, may_end = threading.Event(), threading.Event()
     threads = ThreadGroup(stop)
-    threads.start("rows", over.wait)
+    threads.start("rows", may_end.wait)
     stop.set()
     stop_process(process, threads, threading.Event(), StopBudget(stop, 60.0))
-    assert taken == [record] and process.context.log.backlog_records == 0
-    over.set()
+    assert delivered == [record] and process.context.log.backlog_records == 0
+    may_end.set()
     assert threads.join(10.0) == []
     process.close()
 
@@ -194,13 +194,13 @@ def test_a_process_is_not_ready_while_every_commit_is_of_another_schema(tmp_path
     ],
     ids=["a task", "a home", "a port", "a model"],
 )
-def test_user_errors_are_one_sentence(
+def test_user_errors_are_reported_in_one_sentence(
     tmp_path: Path, changes: dict[str, object], error: type[Exception], text: str
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
         if "listen" in changes:
-            changes = {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}
+            changes = {"listen": f"127.0.0.1:{other.getsockname()[1]}"}
         with pytest.raises(error, match=text):
             serve(load(ServingConfig, write_config(tmp_path, **changes), environ={}), threading.Event())

@@ -1,5 +1,5 @@
-"""OpenAPI documents of the routes that serving's own document leaves out: the Open Inference Protocol has a
-document of its own, pages are for browsers, and the admin port is for one command."""
+"""OpenAPI documents of the routes that serving's own document leaves out: the Open Inference Protocol, which
+has its own specification, the pages for browsers, and the admin interface."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TEXT = {"type": "string"}
 _ID = {"anyOf": [{"type": "integer"}, _TEXT]}
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 503, 504)
 _VERSION = {"type": "string", "enum": ["0-0", "1-2", "9-9", "newest", "x"]}
-"""Loaded ones, one that is not loaded, and no versions."""
+"""Loaded versions, a version that is not loaded, and texts that are not versions."""
 
 
 def inference_document(model: str, inputs: list[str], outputs: list[str]) -> dict[str, Any]:
-    """Of `/v2`. `inputs` and `outputs` are names of tensors that occur."""
+    """Describe the routes below `/v2`. `inputs` and `outputs` are the names of known tensors."""
     tensor = _struct(
         {
             "name": {"type": "string", "enum": [*inputs, "unknown"]},
@@ -79,7 +79,7 @@ def inference_document(model: str, inputs: list[str], outputs: list[str]) -> dic
 
 
 def page_document(paths: list[str]) -> dict[str, Any]:
-    """Of these pages; `/page/rescored.json` takes two parameters."""
+    """Describe the pages for browsers. `/page/rescored.json` has two parameters."""
     found: dict[str, Any] = {path: {"get": _operation([])} for path in paths}
     rescored = [{"name": name, "in": "query", "schema": _TEXT} for name in ("request_id", "model_version")]
     found["/page/rescored.json"] = {"get": _operation(rescored)}
@@ -87,7 +87,7 @@ def page_document(paths: list[str]) -> dict[str, Any]:
 
 
 def admin_document() -> dict[str, Any]:
-    """Of the admin port."""
+    """Describe the routes of the admin interface."""
     split = _struct(
         {
             "version": {"anyOf": [_VERSION, _TEXT, {"type": "null"}]},

@@ -1,4 +1,5 @@
-"""Commits of a real shard in a home that is stopped: listed, verified, copied, gone back behind."""
+"""`roostream checkpoint`: commits of a real shard in a stopped home are listed, verified, exported, imported
+and rolled back."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ from trainer.deployment_identity import check_kafka
 
 
 class OneShardHome:
-    """A home whose only shard made three commits; `states` as they were. `store`: another store, which gets
-    copies of the rows."""
+    """A home whose only shard made three commits; `states` has the shard's rows at each of them. With another
+    `store`, the shard also uploads its segments there.
+    """
 
     def __init__(self, root: Path, store: CheckpointStore | None = None) -> None:
         self.root, self.store = root, store or FileStore(root / "store")
@@ -66,9 +68,9 @@ class OneShardHome:
 
     def _link(self, seq: int, incarnation: int, written: dict[str, object]) -> None:
         dense = self._file(manifests.dense_name(seq, incarnation), seq)
-        own = self._file(manifests.worker_name(seq, incarnation, 0), seq)
+        worker_file = self._file(manifests.worker_name(seq, incarnation, 0), seq)
         metrics = {"requests": 100 * seq, "ne": 0.9, "auc": 0.7, "calibration": 1.0}
-        workers = {0: a_part({("samples", 0): seq}, seq, file=own, metrics=metrics)}
+        workers = {0: a_part({("samples", 0): seq}, seq, file=worker_file, metrics=metrics)}
         before = manifests.newest(self.store)
         previous = {"seq": seq - 1, "checksum": before.checksum if before else ""}
         about = {"dense": dense, "workers": workers, "previous": previous}
@@ -88,8 +90,8 @@ def home(tmp_path: Path) -> OneShardHome:
     return OneShardHome(tmp_path / "home")
 
 
-def restored(root: Path) -> dict[tuple[str, int, int], bytes]:
-    """What a shard that begins in this home has."""
+def restore_rows(root: Path) -> dict[tuple[str, int, int], bytes]:
+    """Return the rows of a shard that starts in this home."""
     store = FileStore(root / "store")
     newest = manifests.newest(store)
     assert newest is not None
@@ -102,38 +104,38 @@ def restored(root: Path) -> dict[tuple[str, int, int], bytes]:
         blobs.close()
 
 
-def ran(*arguments: object, answer: str = "") -> tuple[int, str]:
-    done = CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)], input=answer)
-    if isinstance(done.exception, RoostreamError):
-        raise done.exception
-    return done.exit_code, done.output
+def run_command(*arguments: object, answer: str = "") -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)], input=answer)
+    if isinstance(result.exception, RoostreamError):
+        raise result.exception
+    return result.exit_code, result.output
 
 
 def test_commits_are_listed_newest_first_with_sizes_and_quality(home: OneShardHome) -> None:
-    told = checkpoints.list_commits(home.store)
-    assert [one["seq"] for one in told] == [3, 2, 1]
-    assert told[0]["quality"] == {"requests": 300, "ne": 0.9, "auc": 0.7, "calibration": 1.0}
+    listed = checkpoints.list_commits(home.store)
+    assert [one["seq"] for one in listed] == [3, 2, 1]
+    assert listed[0]["quality"] == {"requests": 300, "ne": 0.9, "auc": 0.7, "calibration": 1.0}
     assert (
-        told[0]["segments"] == 3
-        and told[0]["rows_bytes"] > told[1]["rows_bytes"] > 0
-        and told[0]["dense_bytes"] > 16
+        listed[0]["segments"] == 3
+        and listed[0]["rows_bytes"] > listed[1]["rows_bytes"] > 0
+        and listed[0]["dense_bytes"] > 16
     )
-    code, text = ran("list", "--home", home.root)
+    code, text = run_command("list", "--home", home.root)
     assert code == 0 and "1-3" in text and "NE 0.9000" in text
-    assert json.loads(ran("list", "--home", home.root, "--json")[1]) == told
+    assert json.loads(run_command("list", "--home", home.root, "--json")[1]) == listed
 
 
-def test_a_damaged_manifest_is_listed_as_one(home: OneShardHome) -> None:
+def test_a_damaged_manifest_is_listed_as_damaged(home: OneShardHome) -> None:
     home.store.put("manifests/00000003", b"{}")
     assert "expected a manifest in JSON" in checkpoints.list_commits(home.store)[0]["problem"]
-    assert "cannot be read" in ran("list", "--home", home.root)[1]
+    assert "cannot be read" in run_command("list", "--home", home.root)[1]
 
 
 def test_verify_reads_every_part_of_a_commit(home: OneShardHome) -> None:
     found = home.verified(3)
     assert set(found.values()) == {"ok"} and len(found) == 6
     assert home.verified(1)["manifests/00000001 continues 0"] == "not reached"
-    assert ran("verify", "--home", home.root)[0] == 0
+    assert run_command("verify", "--home", home.root)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,10 @@ def test_each_damaged_file_is_found(home: OneShardHome, name: str) -> None:
     data[len(data) // 2] ^= 1
     home.store.put(name, bytes(data))
     assert home.verified(2)[name] == "damaged"
-    assert name.startswith("manifests") or set(home.verified(3).values()) == {"ok"}, "only what is damaged is"
-    assert ran("verify", "--home", home.root, "--seq", 2)[0] == 1
+    assert name.startswith("manifests") or set(home.verified(3).values()) == {"ok"}, (
+        "only the damaged commit is reported"
+    )
+    assert run_command("verify", "--home", home.root, "--seq", 2)[0] == 1
 
 
 def test_a_damaged_segment_is_found_and_named(home: OneShardHome) -> None:
@@ -160,13 +164,13 @@ def test_a_damaged_segment_is_found_and_named(home: OneShardHome) -> None:
     assert home.verified(1)["segments of shard 0"] == "ok"
 
 
-def test_another_manifest_under_the_name_of_the_one_before_is_found(home: OneShardHome) -> None:
+def test_a_replaced_previous_manifest_is_found(home: OneShardHome) -> None:
     other = manifests.load(home.store, "manifests/00000002").manifest
     home.store.put("manifests/00000002", dataclasses.replace(other, step=99).encode())
     assert home.verified(3)["manifests/00000003 continues 2"] == "damaged"
 
 
-def test_a_shard_that_runs_or_lives_elsewhere_is_not_reached_and_not_called_good(
+def test_segments_of_a_running_or_remote_shard_are_reported_as_not_reached(
     home: OneShardHome, tmp_path: Path
 ) -> None:
     assert home.verified(3, tmp_path / "nothing")["segments of shard 0"] == "not reached"
@@ -177,18 +181,18 @@ def test_a_shard_that_runs_or_lives_elsewhere_is_not_reached_and_not_called_good
         blobs.close()
 
 
-def test_a_copy_of_a_commit_is_a_home_that_continues_there(home: OneShardHome, tmp_path: Path) -> None:
+def test_an_exported_commit_is_a_home_that_continues_from_it(home: OneShardHome, tmp_path: Path) -> None:
     to = tmp_path / "copy"
-    code, text = ran("export", "--home", home.root, "--seq", 2, "--to", to)
+    code, text = run_command("export", "--home", home.root, "--seq", 2, "--to", to)
     assert code == 0 and str(to) in text
-    assert restored(to) == home.states[2] != home.states[3]
-    assert restored(home.root) == home.states[3], "the home is as it was"
+    assert restore_rows(to) == home.states[2] != home.states[3]
+    assert restore_rows(home.root) == home.states[3], "the exported home is unchanged"
     newest = manifests.newest(FileStore(to / "store"))
     assert newest is not None and newest.manifest == manifests.load(home.store, "manifests/00000002").manifest
     assert set(OneShardHome.verified(home, 2, to).values()) == {"ok"}
 
 
-def test_rows_of_a_copy_are_arrays_that_any_program_reads(home: OneShardHome, tmp_path: Path) -> None:
+def test_rows_of_an_export_are_plain_safetensors_arrays(home: OneShardHome, tmp_path: Path) -> None:
     checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
     stack = small_schema().table_by_name[ITEM].stack
     arrays, about = tensor_file.decode((tmp_path / "copy" / "rows" / f"{stack}-0.safetensors").read_bytes())
@@ -211,23 +215,23 @@ def test_a_damaged_commit_is_not_exported(home: OneShardHome, tmp_path: Path) ->
 
 
 def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:
-    code, text = ran("rollback", "--home", home.root, 1, answer="n\n")
+    code, text = run_command("rollback", "--home", home.root, 1, answer="n\n")
     assert code == 1 and "2: 1-2 of" in text and "3: 1-3 of" in text and "Discard them?" in text
     assert manifests.numbers(home.store) == [1, 2, 3]
-    code, text = ran("rollback", "--home", home.root, 1, "--yes")
+    code, text = run_command("rollback", "--home", home.root, 1, "--yes")
     assert code == 0 and "2 discarded" in text
-    assert manifests.numbers(home.store) == [1] and restored(home.root) == home.states[1]
+    assert manifests.numbers(home.store) == [1] and restore_rows(home.root) == home.states[1]
     assert home.store.list("discarded") == ["discarded/00000002", "discarded/00000003"]
-    assert manifests.next_seq(home.store) == 4, "numbers are never used again"
+    assert manifests.next_seq(home.store) == 4, "commit numbers are never used again"
 
 
 def test_rollback_to_the_newest_or_a_missing_commit_changes_nothing(home: OneShardHome) -> None:
-    assert "already the newest" in ran("rollback", "--home", home.root, 3, "--yes")[1]
+    assert "already the newest" in run_command("rollback", "--home", home.root, 3, "--yes")[1]
     with pytest.raises(CheckpointError, match="one of the commits 1 to 3 that are kept, got 9"):
-        ran("rollback", "--home", home.root, 9, "--yes")
+        run_command("rollback", "--home", home.root, 9, "--yes")
     home.store.put("manifests/00000002", b"{}")
     with pytest.raises(CheckpointError, match="manifests/00000002"):
-        ran("rollback", "--home", home.root, 2, "--yes")
+        run_command("rollback", "--home", home.root, 2, "--yes")
     assert manifests.numbers(home.store) == [1, 2, 3] and manifests.newest_incarnation(home.store) == 1
 
 
@@ -236,8 +240,8 @@ def test_rollback_fences_a_running_controller(
 ) -> None:
     late = manifests.load(home.store, "manifests/00000003").manifest
 
-    class Racing(FileStore):
-        """A controller links one more commit while the newer ones are discarded."""
+    class StoreWithRacingCommit(FileStore):
+        """A store in which a running controller adds one more commit while the newer ones are discarded."""
 
         def delete(self, name: str) -> None:
             super().delete(name)
@@ -245,45 +249,45 @@ def test_rollback_fences_a_running_controller(
                 self.create("manifests/00000004", dataclasses.replace(late, seq=4).encode())
 
     before = manifests.newest_incarnation(home.store)
-    assert manifests.discard_after(Racing(home.store.root), 1) == [2, 3, 4]
+    assert manifests.discard_after(StoreWithRacingCommit(home.store.root), 1) == [2, 3, 4]
     assert manifests.numbers(home.store) == [1] and manifests.newest_incarnation(home.store) == before + 1
 
 
-def test_going_back_that_is_cut_off_leaves_a_log_without_a_gap(home: OneShardHome) -> None:
-    class Killed(FileStore):
+def test_an_interrupted_rollback_leaves_no_gap_in_the_commits(home: OneShardHome) -> None:
+    class StoreKilledAfterDelete(FileStore):
         def delete(self, name: str) -> None:
             super().delete(name)
             raise FencedError("killed")
 
     with pytest.raises(FencedError):
-        manifests.discard_after(Killed(home.store.root), 1)
+        manifests.discard_after(StoreKilledAfterDelete(home.store.root), 1)
     assert manifests.numbers(home.store) == [1, 2]
     assert manifests.discard_after(home.store, 1) == [2]
 
 
 def test_a_home_without_commits_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="there is no store"):
-        ran("list", "--home", tmp_path)
+        run_command("list", "--home", tmp_path)
     (tmp_path / "store").mkdir()
     with pytest.raises(UnavailableError, match="its volume is not mounted"):
-        ran("verify", "--home", tmp_path)
-    _, text = ran("init", "--store", tmp_path / "store")
-    assert ran("init", "--store", tmp_path / "store")[1] == text, "an existing store stays as it is"
+        run_command("verify", "--home", tmp_path)
+    _, text = run_command("init", "--store", tmp_path / "store")
+    assert run_command("init", "--store", tmp_path / "store")[1] == text, "an existing store stays as it is"
     with pytest.raises(CheckpointError, match="nothing was committed yet"):
-        ran("verify", "--home", tmp_path)
+        run_command("verify", "--home", tmp_path)
 
 
-def test_init_waits_for_a_store_that_does_not_answer_but_not_for_ever(tmp_path: Path) -> None:
-    """The folder of the store is a file at first, so that nothing can be written there."""
+def test_init_waits_for_an_unavailable_store_only_as_long_as_asked(tmp_path: Path) -> None:
+    """While `mount` is a file, no store can be made below it, as on a volume that is not mounted."""
     mount = tmp_path / "mount"
     mount.touch()
     with pytest.raises(UnavailableError, match=r"mount/store .*make the directory available again"):
-        ran("init", "--store", mount / "store")
+        run_command("init", "--store", mount / "store")
     with pytest.raises(UnavailableError, match="the checkpoint store has not answered for"):
-        ran("init", "--store", mount / "store", "--wait", "0.2")
+        run_command("init", "--store", mount / "store", "--wait", "0.2")
     mounting = threading.Timer(0.5, mount.unlink)
     mounting.start()
-    _, text = ran("init", "--store", mount / "store", "--wait", "120")
+    _, text = run_command("init", "--store", mount / "store", "--wait", "120")
     mounting.join()
     assert open_checkpoint_store(mount / "store").verify() in text
 
@@ -292,37 +296,37 @@ def test_an_older_copy_of_a_store_is_continued_above_the_incarnation_of_its_shar
     home: OneShardHome,
 ) -> None:
     newest = manifests.numbers(home.store)[-1]
-    assert ran("rollback", newest, "--home", home.root, "--yes")[1].endswith("already the newest\n")
-    code, _ = ran("rollback", newest, "--home", home.root, "--incarnation", 70, "--yes")
+    assert run_command("rollback", newest, "--home", home.root, "--yes")[1].endswith("already the newest\n")
+    code, _ = run_command("rollback", newest, "--home", home.root, "--incarnation", 70, "--yes")
     assert code == 0 and manifests.newest_incarnation(home.store) == 71
     assert manifests.numbers(home.store)[-1] == newest
 
 
-def imported(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Path]:
-    """(export, the home that it came into)."""
-    ran("export", "--home", home.root, "--seq", seq, "--to", tmp_path / "export")
-    code, text = ran("import", "--from", tmp_path / "export", "--home", tmp_path / "other")
+def import_into_other_home(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Path]:
+    """Export a commit and import it into another home. Return the paths of the export and of that home."""
+    run_command("export", "--home", home.root, "--seq", seq, "--to", tmp_path / "export")
+    code, text = run_command("import", "--from", tmp_path / "export", "--home", tmp_path / "other")
     assert code == 0 and f"commit {seq}" in text and "oldest available sample" in text
     return tmp_path / "export", tmp_path / "other"
 
 
 def test_an_import_has_all_trained_state_and_no_offsets(home: OneShardHome, tmp_path: Path) -> None:
-    export, other = imported(home, tmp_path)
-    assert restored(other) == home.states[2]
-    store, then = FileStore(other / "store"), manifests.load(home.store, "manifests/00000002").manifest
+    export, other = import_into_other_home(home, tmp_path)
+    assert restore_rows(other) == home.states[2]
+    store, exported = FileStore(other / "store"), manifests.load(home.store, "manifests/00000002").manifest
     newest = manifests.newest(store)
     assert newest is not None
-    now = newest.manifest
+    imported = newest.manifest
     for name in ("dense", "shards", "model", "schema", "step"):
-        assert getattr(now, name) == getattr(then, name)
-    states = [{i: (part.file, part.metrics) for i, part in m.workers.items()} for m in (now, then)]
-    assert states[0] == states[1] and now.offsets == {("samples", 0): 0} != then.offsets
-    assert now.rows_end == {} and now.kafka == {} != then.kafka
-    check_kafka(now, {"cluster_id": "another", "topics": {"samples": "x"}})
+        assert getattr(imported, name) == getattr(exported, name)
+    states = [{i: (part.file, part.metrics) for i, part in m.workers.items()} for m in (imported, exported)]
+    assert states[0] == states[1] and imported.offsets == {("samples", 0): 0} != exported.offsets
+    assert imported.rows_end == {} and imported.kafka == {} != exported.kafka
+    check_kafka(imported, {"cluster_id": "another", "topics": {"samples": "x"}})
     with pytest.raises(ConfigError, match="`roostream checkpoint export` and `import`"):
-        check_kafka(then, {"cluster_id": "another", "topics": {"samples": "x"}})
+        check_kafka(exported, {"cluster_id": "another", "topics": {"samples": "x"}})
     assert set(OneShardHome.verified(home, 2, export).values()) <= {"ok", "not reached"}, (
-        "the export is as it was"
+        "the export is unchanged"
     )
     assert {o.state for o in checkpoints.verify(store, 2, other)} == {"ok", "not reached"}
 
@@ -332,29 +336,31 @@ def test_incarnations_continue_above_those_of_the_other_cluster(home: OneShardHo
         newest = manifests.claim_incarnation(
             home.store, 0, {"workers": 3, "configured": 1, "hold": {"reason": "x"}}
         )
-    _, other = imported(home, tmp_path)
+    _, other = import_into_other_home(home, tmp_path)
     store = FileStore(other / "store")
-    assert manifests.newest_purpose(store) == {}, "what was wanted there is not what is wanted here"
+    assert manifests.newest_purpose(store) == {}, (
+        "the purpose of the other cluster's incarnation is not taken over"
+    )
     assert manifests.claim_incarnation(store, 0) == newest + 1
 
 
 def test_an_import_needs_an_empty_home_and_is_all_or_nothing(home: OneShardHome, tmp_path: Path) -> None:
-    export, other = imported(home, tmp_path)
-    before = restored(home.root)
+    export, other = import_into_other_home(home, tmp_path)
+    before = restore_rows(home.root)
     with pytest.raises(SetupError, match="expected a store without commits, got 3"):
-        ran("import", "--from", export, "--home", home.root)
-    assert restored(home.root) == before
+        run_command("import", "--from", export, "--home", home.root)
+    assert restore_rows(home.root) == before
     (other / "store" / "manifests" / "00000002").unlink()
     with pytest.raises(SetupError, match="expected a home without rows, got shard-0"):
-        ran("import", "--from", export, "--home", other)
+        run_command("import", "--from", export, "--home", other)
     with pytest.raises(CheckpointError, match=r"`roostream checkpoint export`"):
-        ran("import", "--from", home.root, "--home", tmp_path / "third")
+        run_command("import", "--from", home.root, "--home", tmp_path / "third")
     about = json.loads((export / "export.json").read_text())
     (export / "export.json").write_text(json.dumps(about | {"format": 9}))
     with pytest.raises(CheckpointError, match="expected an export of format 1, got 9"):
-        ran("import", "--from", export, "--home", tmp_path / "third")
+        run_command("import", "--from", export, "--home", tmp_path / "third")
     (export / "export.json").write_text(json.dumps(about))
     FileStore(export / "store").put("dense/00000002-1.safetensors", b"x")
     with pytest.raises(CheckpointError, match=r"dense/00000002-1\.safetensors is damaged"):
-        ran("import", "--from", export, "--home", tmp_path / "third")
+        run_command("import", "--from", export, "--home", tmp_path / "third")
     assert not (tmp_path / "third").exists()

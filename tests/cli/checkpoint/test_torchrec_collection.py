@@ -1,4 +1,4 @@
-"""A TorchRec collection's rows come into an empty home, are trained there, and go out again."""
+"""Rows of a TorchRec EmbeddingBagCollection are imported into an empty home and exported again."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ SIZES, ITEM = {"item": 40, "user": 25}, "embedding_bags.item.weight"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "shop.toml").write_text(SCHEMA)
     (tmp_path / "shop.py").write_text(MODEL)
     (tmp_path / "model.toml").write_text('kind = "shop.py:build"\n')
     return tmp_path
 
 
-def a_collection() -> EmbeddingBagCollection:
+def make_collection() -> EmbeddingBagCollection:
     torch.manual_seed(5)
     return EmbeddingBagCollection(
         tables=[
@@ -106,7 +106,7 @@ def a_collection() -> EmbeddingBagCollection:
     )
 
 
-def ran(*arguments: object) -> str:
+def run_command(*arguments: object) -> str:
     done = CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)])
     if isinstance(done.exception, RoostreamError):
         raise done.exception
@@ -114,26 +114,26 @@ def ran(*arguments: object) -> str:
     return done.output
 
 
-def brought(place: Path, state: Mapping[str, torch.Tensor], *more: object) -> str:
-    safetensors.save_file(dict(state), place / "in.safetensors")
-    given = ("--schema", place / "shop.toml", "--model", place / "model.toml", "--home", place / "home")
-    return ran("import", "--from", place / "in.safetensors", *given, *more)
+def run_import(folder: Path, state: Mapping[str, torch.Tensor], *more: object) -> str:
+    safetensors.save_file(dict(state), folder / "in.safetensors")
+    options = ("--schema", folder / "shop.toml", "--model", folder / "model.toml", "--home", folder / "home")
+    return run_command("import", "--from", folder / "in.safetensors", *options, *more)
 
 
-def gone_out(place: Path, *more: object) -> dict[str, torch.Tensor]:
-    ran("export", "--home", place / "home", "--to", place / "out.safetensors", *more)
-    return safetensors.load_file(place / "out.safetensors")
+def run_export(folder: Path, *more: object) -> dict[str, torch.Tensor]:
+    run_command("export", "--home", folder / "home", "--to", folder / "out.safetensors", *more)
+    return safetensors.load_file(folder / "out.safetensors")
 
 
-def pulled(place: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarray:
-    """As a worker gets them of shards that begin in the home."""
-    schema, store = load_schema(place / "shop.toml"), FileStore(place / "home" / "store")
+def pull_rows(folder: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarray:
+    """Pull rows as a worker does, from shards that are restored in the home."""
+    schema, store = load_schema(folder / "shop.toml"), FileStore(folder / "home" / "store")
     newest, incarnation = manifests.newest(store), manifests.claim_incarnation(store, 0)
     assert newest is not None
     shards, opened = [], []
     for index in range(num_shards):
         identity = ShardIdentity(schema=schema, index=index, num_shards=num_shards, publishing=False)
-        opened.append(RocksDbStore(place / "home" / f"shard-{index}" / "segments").open())
+        opened.append(RocksDbStore(folder / "home" / f"shard-{index}" / "segments").open())
         segments = Segments(
             opened[-1],
             shapes_of(schema),
@@ -154,93 +154,100 @@ def pulled(place: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarra
 def lookup_of(schema: Schema, table: str, ids: tuple[int, ...]) -> Lookup:
     stacks = {}
     for stack, tables in schema.stacks.items():
-        its = [i for i in ids if table in {t.name for t in tables}]
-        number = np.full(len(its), schema.table_by_name[table].id, np.uint32)
-        stacks[stack] = StackLookup(number, np.array(its, np.int64), {})
+        stack_ids = [i for i in ids if table in {t.name for t in tables}]
+        number = np.full(len(stack_ids), schema.table_by_name[table].id, np.uint32)
+        stacks[stack] = StackLookup(number, np.array(stack_ids, np.int64), {})
     return Lookup(stacks)
 
 
-def test_rows_round_trip_by_row_number(place: Path) -> None:
-    collection = a_collection()
-    text = brought(place, collection.state_dict())
+def test_rows_round_trip_by_row_number(folder: Path) -> None:
+    collection = make_collection()
+    text = run_import(folder, collection.state_dict())
     assert "commit 1 with 65 rows of 2 tables and 0 of 8 dense weights" in text
     weight = collection.embedding_bags["item"].weight.detach().numpy()
-    np.testing.assert_array_equal(pulled(place, "item", 0, 39, 7), weight[[0, 39, 7]])
-    out = gone_out(place)
+    np.testing.assert_array_equal(pull_rows(folder, "item", 0, 39, 7), weight[[0, 39, 7]])
+    out = run_export(folder)
     assert out.keys() == collection.state_dict().keys()
     assert all(torch.equal(out[name], value) for name, value in collection.state_dict().items())
-    again = a_collection()
+    again = make_collection()
     again.load_state_dict(out)
 
 
-def test_rows_with_other_ids_round_trip_by_a_map(place: Path) -> None:
-    collection = a_collection()
+def test_rows_with_other_ids_round_trip_by_a_map(folder: Path) -> None:
+    collection = make_collection()
     id_N = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, SIZES["item"])
-    (place / "ids.safetensors").write_bytes(tensor_file.encode({"item": id_N}, {}))
-    brought(place, collection.state_dict(), "--ids", place / "ids.safetensors")
+    (folder / "ids.safetensors").write_bytes(tensor_file.encode({"item": id_N}, {}))
+    run_import(folder, collection.state_dict(), "--ids", folder / "ids.safetensors")
     weight = collection.embedding_bags["item"].weight.detach()
-    np.testing.assert_array_equal(pulled(place, "item", int(id_N[3])), weight[[3]].numpy())
+    np.testing.assert_array_equal(pull_rows(folder, "item", int(id_N[3])), weight[[3]].numpy())
     with pytest.raises(CheckpointError, match=r"'item': expected ids that are row numbers, got"):
-        gone_out(place)
-    assert torch.equal(gone_out(place, "--ids", place / "ids.safetensors")[ITEM], weight)
-    (place / "out.safetensors").unlink()
-    out = gone_out(place, "--make-ids", place / "made.safetensors")
-    made, _ = tensor_file.decode((place / "made.safetensors").read_bytes())
-    assert made["item"].tolist() == sorted(id_N.tolist())
-    assert made["user"].tolist() == list(range(SIZES["user"]))
+        run_export(folder)
+    assert torch.equal(run_export(folder, "--ids", folder / "ids.safetensors")[ITEM], weight)
+    (folder / "out.safetensors").unlink()
+    out = run_export(folder, "--make-ids", folder / "made.safetensors")
+    exported_ids, _ = tensor_file.decode((folder / "made.safetensors").read_bytes())
+    assert exported_ids["item"].tolist() == sorted(id_N.tolist())
+    assert exported_ids["user"].tolist() == list(range(SIZES["user"]))
     assert torch.equal(out[ITEM], weight[np.argsort(id_N)])
 
 
 def test_missing_rows_have_initial_values_and_ids_without_a_number_are_reported(
-    place: Path,
+    folder: Path,
 ) -> None:
-    brought(place, a_collection().state_dict())
+    run_import(folder, make_collection().state_dict())
     wanted = np.array([3, 10**9, 4], np.int64)
-    (place / "ids.safetensors").write_bytes(tensor_file.encode({"user": wanted}, {}))
-    given = ("--home", place / "home", "--to", place / "out.safetensors", "--ids", place / "ids.safetensors")
-    assert "user: 23 rows skipped" in ran("export", *given)
-    out = safetensors.load_file(place / "out.safetensors")["embedding_bags.user.weight"].numpy()
-    table = load_schema(place / "shop.toml").table_by_name["user"]
+    (folder / "ids.safetensors").write_bytes(tensor_file.encode({"user": wanted}, {}))
+    arguments = (
+        "--home",
+        folder / "home",
+        "--to",
+        folder / "out.safetensors",
+        "--ids",
+        folder / "ids.safetensors",
+    )
+    assert "user: 23 rows skipped" in run_command("export", *arguments)
+    out = safetensors.load_file(folder / "out.safetensors")["embedding_bags.user.weight"].numpy()
+    table = load_schema(folder / "shop.toml").table_by_name["user"]
     np.testing.assert_array_equal(
         out[[1]], initial_rows(0, np.full(1, table.id, np.uint32), wanted[1:2], 4, 0.5)
     )
     assert out.shape == (3, 4)
 
 
-def test_a_whole_dlrm_continues_with_its_dense_weights(place: Path) -> None:
+def test_the_dense_weights_of_a_dlrm_are_imported(folder: Path) -> None:
     torch.manual_seed(6)
-    theirs = DLRM(a_collection(), 1, [8, 4], [8, 1])
-    assert "8 of 8 dense weights" in brought(place, theirs.state_dict())
-    store = FileStore(place / "home" / "store")
+    dlrm = DLRM(make_collection(), 1, [8, 4], [8, 1])
+    assert "8 of 8 dense weights" in run_import(folder, dlrm.state_dict())
+    store = FileStore(folder / "home" / "store")
     newest = manifests.newest(store)
     assert newest is not None
-    schema = load_schema(place / "shop.toml")
+    schema = load_schema(folder / "shop.toml")
     weights = read_weights(store, newest.manifest, schema)
-    model = build_model(schema, load_model_config(str(place / "model.toml")), 3)
+    model = build_model(schema, load_model_config(str(folder / "model.toml")), 3)
     model.load_state_dict(weights, strict=True)
-    dense = {name: value for name, value in theirs.state_dict().items() if "embedding_bags" not in name}
+    dense = {name: value for name, value in dlrm.state_dict().items() if "embedding_bags" not in name}
     assert len(dense) == len(weights) == 8
     assert all(torch.equal(weights[f"own.dlrm.{name}"], value) for name, value in dense.items())
 
 
-def test_a_dense_weight_that_is_not_finite_is_rejected_and_nothing_is_there(place: Path) -> None:
-    state = DLRM(a_collection(), 1, [8, 4], [8, 1]).state_dict()
+def test_a_dense_weight_that_is_not_finite_is_rejected_and_creates_no_home(folder: Path) -> None:
+    state = DLRM(make_collection(), 1, [8, 4], [8, 1]).state_dict()
     name = next(name for name in state if "embedding_bags" not in name)
     with pytest.raises(CheckpointError, match=f"{name}: expected finite floats"):
-        brought(place, state | {name: torch.full_like(state[name], torch.inf)})
-    assert not (place / "home").exists()
+        run_import(folder, state | {name: torch.full_like(state[name], torch.inf)})
+    assert not (folder / "home").exists()
 
 
-def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
-    brought(place, a_collection().state_dict(), "--shards", "3")
-    options = load_saved_options(place / "home")
-    assert options is not None and options.num_shards == 3 and Path(options.schema) == place / "shop.toml"
+def test_the_home_remembers_schema_model_and_shards_for_up(folder: Path) -> None:
+    run_import(folder, make_collection().state_dict(), "--shards", "3")
+    options = load_saved_options(folder / "home")
+    assert options is not None and options.num_shards == 3 and Path(options.schema) == folder / "shop.toml"
     assert (
         options.overrides["worker"]["model"]
         == options.overrides["serving"]["model"]
-        == str(place / "model.toml")
+        == str(folder / "model.toml")
     )
-    assert pulled(place, "user", 1, num_shards=3).shape == (1, 4)
+    assert pull_rows(folder, "user", 1, num_shards=3).shape == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +263,12 @@ def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
         ({f"{prefix}.{ITEM}": torch.zeros(2, 4) for prefix in "ab"}, "table 'item' once, got"),
     ],
 )
-def test_a_file_that_does_not_fit_is_rejected_and_nothing_is_there(
-    place: Path, state: dict[str, torch.Tensor], message: str
+def test_a_file_that_does_not_fit_is_rejected_and_creates_no_home(
+    folder: Path, state: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises((CheckpointError, SchemaError), match=message):
-        brought(place, state)
-    assert not (place / "home").exists()
+        run_import(folder, state)
+    assert not (folder / "home").exists()
 
 
 @pytest.mark.parametrize(
@@ -273,33 +280,44 @@ def test_a_file_that_does_not_fit_is_rejected_and_nothing_is_there(
         ({"tag": np.arange(5)}, "expected ids of tables"),
     ],
 )
-def test_ids_that_do_not_fit_are_rejected(place: Path, ids: dict[str, np.ndarray], message: str) -> None:
-    (place / "ids.safetensors").write_bytes(tensor_file.encode(ids, {}))
+def test_ids_that_do_not_fit_are_rejected(folder: Path, ids: dict[str, np.ndarray], message: str) -> None:
+    (folder / "ids.safetensors").write_bytes(tensor_file.encode(ids, {}))
     with pytest.raises(CheckpointError, match=message):
-        brought(place, a_collection().state_dict(), "--ids", place / "ids.safetensors")
-    assert not (place / "home").exists()
+        run_import(folder, make_collection().state_dict(), "--ids", folder / "ids.safetensors")
+    assert not (folder / "home").exists()
 
 
-def test_import_needs_an_empty_home_and_export_a_new_file(place: Path) -> None:
-    brought(place, a_collection().state_dict())
+def test_import_needs_an_empty_home_and_export_a_new_file(folder: Path) -> None:
+    run_import(folder, make_collection().state_dict())
     with pytest.raises(SetupError, match="expected a store without commits, got 1"):
-        brought(place, a_collection().state_dict())
-    gone_out(place)
+        run_import(folder, make_collection().state_dict())
+    run_export(folder)
     with pytest.raises(CheckpointError, match=r"be written"):
-        gone_out(place)
+        run_export(folder)
     with pytest.raises(CheckpointError, match="expected ids of tables of the schema, got"):
-        (place / "ids.safetensors").write_bytes(tensor_file.encode({"itm": np.arange(2)}, {}))
-        gone_out(place, "--ids", place / "ids.safetensors")
+        (folder / "ids.safetensors").write_bytes(tensor_file.encode({"itm": np.arange(2)}, {}))
+        run_export(folder, "--ids", folder / "ids.safetensors")
     with pytest.raises(CheckpointError, match="expected a safetensors file, got No such file"):
-        ran("import", "--from", place / "none.safetensors", "--home", place / "other")
+        run_command("import", "--from", folder / "none.safetensors", "--home", folder / "other")
 
 
-def test_options_of_collections_are_rejected_for_folders(place: Path) -> None:
-    brought(place, a_collection().state_dict())
+def test_options_of_collections_are_rejected_for_folders(folder: Path) -> None:
+    run_import(folder, make_collection().state_dict())
     with pytest.raises(SetupError, match=r"--to"):
-        ran("export", "--home", place / "home", "--to", place / "copy", "--ids", place / "ids.safetensors")
+        run_command(
+            "export", "--home", folder / "home", "--to", folder / "copy", "--ids", folder / "ids.safetensors"
+        )
     with pytest.raises(SetupError, match=r"--from"):
-        ran("import", "--from", place / "copy", "--home", place / "other", "--schema", place / "shop.toml")
-    given = ("--from", place / "in.safetensors", "--home", place / "other", "--schema", place / "none.toml")
+        run_command(
+            "import", "--from", folder / "copy", "--home", folder / "other", "--schema", folder / "shop.toml"
+        )
+    arguments = (
+        "--from",
+        folder / "in.safetensors",
+        "--home",
+        folder / "other",
+        "--schema",
+        folder / "none.toml",
+    )
     with pytest.raises(ConfigError):
-        ran("import", *given)
+        run_command("import", *arguments)

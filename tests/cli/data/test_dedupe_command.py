@@ -29,7 +29,8 @@ action = "click"
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Four users in turn, whose baskets grow at the front."""
+    """Write a log of four users who visit in turn. Each visit adds an item at the front of the user's
+    basket."""
     (tmp_path / "site.toml").write_text(SCHEMA)
     lines = [
         {
@@ -54,10 +55,12 @@ def run(folder: Path, *arguments: str) -> Result:
     )
 
 
-def test_factors_as_logged_and_clustered_are_reported_for_machines(log: Path) -> None:
-    told = json.loads(run(log, "--batch", "4", "--json").stdout)
-    assert (told["requests"], told["candidates"], told["by"]) == (16, 32, "user")
-    logged, clustered = (told["arrangements"][name]["features"]["basket"] for name in ("logged", "clustered"))
+def test_factors_as_logged_and_clustered_are_reported_as_json(log: Path) -> None:
+    report = json.loads(run(log, "--batch", "4", "--json").stdout)
+    assert (report["requests"], report["candidates"], report["by"]) == (16, 32, "user")
+    logged, clustered = (
+        report["arrangements"][name]["features"]["basket"] for name in ("logged", "clustered")
+    )
     assert (
         logged["partial"] == 1.0
         and clustered["partial"] == pytest.approx(20 / 8)
@@ -66,15 +69,15 @@ def test_factors_as_logged_and_clustered_are_reported_for_machines(log: Path) ->
 
 
 def test_the_command_prints_tables_and_advice(log: Path) -> None:
-    shown = run(log, "--batch", "4")
-    assert shown.exit_code == 0 and "as logged: 16 requests in batches of 4, S = 1.00" in shown.stdout
+    result = run(log, "--batch", "4")
+    assert result.exit_code == 0 and "as logged: 16 requests in batches of 4, S = 1.00" in result.stdout
     assert (
         "basket: deduplicate partially, since its rows overlap, 2.5 times fewer entries; only if"
-        in shown.stdout
+        in result.stdout
     )
 
 
-def test_a_part_of_the_log_is_enough(log: Path) -> None:
+def test_the_number_of_requests_read_can_be_limited(log: Path) -> None:
     assert json.loads(run(log, "--requests", "5", "--json").stdout)["requests"] == 5
 
 
@@ -84,10 +87,14 @@ def test_a_schema_without_request_only_features_has_nothing_to_share(log: Path) 
     assert failed.exit_code != 0 and "expected at least one [[ro]] feature" in str(failed.exception)
 
 
-def test_a_bad_line_ends_it_unless_bad_lines_are_skipped(log: Path) -> None:
+def test_a_bad_line_ends_the_command_unless_bad_lines_are_skipped(log: Path) -> None:
     with (log / "log.jsonl").open("a") as file:
         file.write("no JSON\n")
     failed = run(log)
     assert failed.exit_code != 0 and "log.jsonl:17" in str(failed.exception)
-    done = run(log, "--skip-bad")
-    assert done.exit_code == 0 and "1 lines were skipped" in done.stderr and "log.jsonl:17" in done.stderr
+    skipped = run(log, "--skip-bad")
+    assert (
+        skipped.exit_code == 0
+        and "1 lines were skipped" in skipped.stderr
+        and "log.jsonl:17" in skipped.stderr
+    )

@@ -15,7 +15,7 @@ from tests.warehouse.small_warehouse import ROWS, small_warehouse
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("warehouse")
     schema = small_warehouse(folder)
     record_session_features(FileStore(folder), schema, 1, "one", ["age", "history"])
@@ -27,47 +27,49 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_a_feature_is_reported_by_day_with_its_use_in_sessions(place: Path) -> None:
-    told = json.loads(run("inspect", "feature", place, "age", "history", "--json").stdout)
-    assert list(told["days"]) == ["2024-05-01", "2024-05-02"] and set(told["days"]["2024-05-01"]) == {
+def test_a_feature_is_reported_by_day_with_its_use_in_sessions(warehouse: Path) -> None:
+    report = json.loads(run("inspect", "feature", warehouse, "age", "history", "--json").stdout)
+    assert list(report["days"]) == ["2024-05-01", "2024-05-02"] and set(report["days"]["2024-05-01"]) == {
         "age",
         "history",
     }
     assert (
-        told["days"]["2024-05-02"]["history"]["rows"] == ROWS
-        and told["days"]["2024-05-02"]["history"]["moved"] == 0
+        report["days"]["2024-05-02"]["history"]["rows"] == ROWS
+        and report["days"]["2024-05-02"]["history"]["moved"] == 0
     )
-    assert told["asked"] == {"age": 1.0, "history": 0.5}
+    assert report["asked"] == {"age": 1.0, "history": 0.5}
 
 
-def test_the_command_prints_a_table_of_the_named_days(place: Path) -> None:
-    shown = run("inspect", "feature", place, "--from", "2024-05-02")
-    assert shown.exit_code == 0 and "2024-05-02" in shown.stdout and "2024-05-01" not in shown.stdout
+def test_the_command_prints_a_table_of_the_named_days(warehouse: Path) -> None:
+    result = run("inspect", "feature", warehouse, "--from", "2024-05-02")
+    assert result.exit_code == 0 and "2024-05-02" in result.stdout and "2024-05-01" not in result.stdout
 
 
-def test_an_unknown_feature_is_refused(place: Path) -> None:
-    failed = run("inspect", "feature", place, "agee")
+def test_an_unknown_feature_is_refused(warehouse: Path) -> None:
+    failed = run("inspect", "feature", warehouse, "agee")
     assert failed.exit_code != 0 and "did you mean 'age'" in str(failed.exception)
 
 
-def test_duplicates_of_a_warehouse_equal_those_of_its_log(place: Path) -> None:
-    told = json.loads(run("inspect", "dedupe", place, "--json").stdout)
-    assert told["requests"] == 2 * ROWS and "history" in told["arrangements"]["clustered"]["features"]
-    assert json.loads(run("inspect", "dedupe", place, "--requests", 10, "--json").stdout)["requests"] == ROWS
+def test_duplicates_of_a_warehouse_equal_those_of_its_log(warehouse: Path) -> None:
+    report = json.loads(run("inspect", "dedupe", warehouse, "--json").stdout)
+    assert report["requests"] == 2 * ROWS and "history" in report["arrangements"]["clustered"]["features"]
+    assert (
+        json.loads(run("inspect", "dedupe", warehouse, "--requests", 10, "--json").stdout)["requests"] == ROWS
+    )
 
 
-def test_a_page_contains_its_plots(place: Path, tmp_path: Path) -> None:
-    shown = run("report", "table", place, "--out", tmp_path / "page", "--batch", 32)
-    assert shown.exit_code == 0 and f"{2 * ROWS:,} requests in 2 files" in shown.stdout
+def test_a_page_contains_its_plots(warehouse: Path, tmp_path: Path) -> None:
+    result = run("report", "table", warehouse, "--out", tmp_path / "page", "--batch", 32)
+    assert result.exit_code == 0 and f"{2 * ROWS:,} requests in 2 files" in result.stdout
     page = (tmp_path / "page" / "index.html").read_text()
     for heading in ("Bytes a candidate, by column", "Coverage by day", "List lengths by day", "Duplicates"):
         assert heading in page
     assert page.count("<svg") == 5 and "src=" not in page
-    told = json.loads((tmp_path / "page" / "report.json").read_text())
-    assert told["requests"] == 2 * ROWS and told["columns"]["item"]["stored"] > 0
+    report = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert report["requests"] == 2 * ROWS and report["columns"]["item"]["stored"] > 0
 
 
-def test_a_folder_that_cannot_be_created_is_reported(place: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(warehouse: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    failed = run("report", "table", place, "--out", tmp_path / "file" / "page")
+    failed = run("report", "table", warehouse, "--out", tmp_path / "file" / "page")
     assert failed.exit_code != 0 and "cannot be created" in str(failed.exception)

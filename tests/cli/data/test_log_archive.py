@@ -1,4 +1,5 @@
-"""`roostream import log`: a log's samples in a warehouse, as the joiner makes them, once."""
+"""`roostream import log` writes a log's samples to a warehouse exactly once, as the joiner would make
+them."""
 
 from __future__ import annotations
 
@@ -20,25 +21,25 @@ T0 = 1_700_000_000_000
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Thirty requests of three users, of which every other has a click."""
+    """Write a log of thirty requests of three users. Every other request has a click."""
     (tmp_path / "site.toml").write_text(SCHEMA)
     lines = []
     for n in range(30):
-        who = {"request_id": f"r{n}", "user_id": 1 + n % 3}
+        request = {"request_id": f"r{n}", "user_id": 1 + n % 3}
         basket = {"item": [n, n - 1]}
-        shown = {"item_id": [1, 2, 3], "item": [1, 2, 3]}
+        candidates = {"item_id": [1, 2, 3], "item": [1, 2, 3]}
         lines.append(
             {
                 "type": "impression",
-                **who,
+                **request,
                 "time": T0 + 1000 * n,
                 "ro": {"basket": basket},
-                "candidates": shown,
+                "candidates": candidates,
             }
         )
         if n % 2:
             lines.append(
-                {"type": "engagement", **who, "time": T0 + 1000 * n + 5, "item_id": 2, "action": "click"}
+                {"type": "engagement", **request, "time": T0 + 1000 * n + 5, "item_id": 2, "action": "click"}
             )
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
@@ -58,8 +59,8 @@ def run(folder: Path, *more: str) -> Result:
 
 
 def test_an_imported_log_has_every_request_as_a_sample_clustered_by_user(log: Path) -> None:
-    done = run(log)
-    assert done.exit_code == 0 and "30 samples in " in done.stdout
+    result = run(log)
+    assert result.exit_code == 0 and "30 samples in " in result.stdout
     scan = TableScan(log / "w")
     batches = [batch for _, batch in scan.batches(scan.schema())]
     assert sum(batch.num_requests for batch in batches) == 30
@@ -76,16 +77,16 @@ def test_tables_are_imported_with_their_engagements(log: Path) -> None:
     (log / "done.csv").write_text(f"request_id,time,user_id,item_id,action\nr,{T0 + 1},5,2,click\n")
     files = ["--engagements", str(log / "done.csv")]
     arguments = ["--schema", str(log / "site.toml"), "--warehouse", str(log / "w"), *files]
-    done = CliRunner().invoke(cli, ["import", "log", str(log / "shown.csv"), *arguments])
-    assert done.exit_code == 0 and "1 samples in " in done.stdout
+    result = CliRunner().invoke(cli, ["import", "log", str(log / "shown.csv"), *arguments])
+    assert result.exit_code == 0 and "1 samples in " in result.stdout
     scan = TableScan(log / "w")
     (batch,) = (batch for _, batch in scan.batches(scan.schema()))
     assert batch.label_BT.tolist() == [[0.0], [1.0]]
 
 
 def test_lines_of_json_have_no_tables_of_engagements(log: Path) -> None:
-    refused = run(log, "--engagements", str(log / "log.jsonl"))
-    assert refused.exit_code != 0 and "--engagements" in str(refused.exception)
+    failed = run(log, "--engagements", str(log / "log.jsonl"))
+    assert failed.exit_code != 0 and "--engagements" in str(failed.exception)
 
 
 def test_the_same_log_lands_once(log: Path) -> None:
@@ -107,16 +108,16 @@ def test_another_log_is_added_and_a_note_says_that_its_counters_began_empty(log:
 
 
 def engagement(**changes: object) -> str:
-    given = {"request_id": "r0", "user_id": 1, "time": T0 + 90_000, "item_id": 1, "action": "click"}
-    return json.dumps({"type": "engagement", **given, **changes}) + "\n"
+    fields = {"request_id": "r0", "user_id": 1, "time": T0 + 90_000, "item_id": 1, "action": "click"}
+    return json.dumps({"type": "engagement", **fields, **changes}) + "\n"
 
 
 def test_engagements_after_the_window_become_corrections(log: Path) -> None:
     (log / "site.toml").write_text(SCHEMA + "window_ms = 120_000\n")
     with (log / "log.jsonl").open("a") as file:
         file.write(engagement())
-    done = run(log, "--window", "60s")
-    assert done.exit_code == 0 and "1 engagements after the join window are stored" in done.stderr
+    result = run(log, "--window", "60s")
+    assert result.exit_code == 0 and "1 engagements after the join window are stored" in result.stderr
     warehouse = Warehouse(log / "w")
     (corrections,) = warehouse.corrections.snapshot().files
     assert corrections.rows == 1 and TableScan(log / "w").num_requests == 30
@@ -137,23 +138,27 @@ def test_an_import_that_ended_between_its_two_commits_can_be_repeated(log: Path)
 def test_events_that_cannot_be_joined_end_the_import_unless_they_are_skipped(log: Path) -> None:
     with (log / "log.jsonl").open("a") as file:
         file.writelines(engagement(request_id=f"x{n}") for n in range(11))
-    refused = run(log)
-    assert refused.exit_code != 0 and "11 events cannot be joined" in str(refused.exception)
-    assert "log.jsonl:46: no_request" in str(refused.exception)
+    failed = run(log)
+    assert failed.exit_code != 0 and "11 events cannot be joined" in str(failed.exception)
+    assert "log.jsonl:46: no_request" in str(failed.exception)
     assert not Warehouse(log / "w").samples.snapshot().files
-    done = run(log, "--skip-bad")
-    assert done.exit_code == 0 and "11 events that cannot be joined were skipped" in done.stderr
-    assert done.stderr.count("no_request") == 10 and TableScan(log / "w").num_requests == 30
+    result = run(log, "--skip-bad")
+    assert result.exit_code == 0 and "11 events that cannot be joined were skipped" in result.stderr
+    assert result.stderr.count("no_request") == 10 and TableScan(log / "w").num_requests == 30
 
 
 def test_a_bad_line_ends_the_import_unless_bad_lines_are_skipped(log: Path) -> None:
     with (log / "log.jsonl").open("a") as file:
         file.write('{"type": "impression", "request_id": 5}\n')
-    refused = run(log)
-    assert refused.exit_code != 0 and "log.jsonl:46" in str(refused.exception)
+    failed = run(log)
+    assert failed.exit_code != 0 and "log.jsonl:46" in str(failed.exception)
     assert not (log / "w").exists()
-    done = run(log, "--skip-bad")
-    assert done.exit_code == 0 and "1 lines were skipped; the first:" in done.stderr and ":46" in done.stderr
+    result = run(log, "--skip-bad")
+    assert (
+        result.exit_code == 0
+        and "1 lines were skipped; the first:" in result.stderr
+        and ":46" in result.stderr
+    )
     assert TableScan(log / "w").num_requests == 30
 
 

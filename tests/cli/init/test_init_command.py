@@ -1,4 +1,5 @@
-"""`roostream init`: the written files are valid, and what cannot be decided is asked for in one sentence."""
+"""`roostream init` writes a valid schema, model and column map for a log. What it cannot decide, it asks for
+in one sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def run(*args: str) -> Result:
     return result
 
 
-def written(name: str = "shop") -> Schema:
+def load_written_schema(name: str = "shop") -> Schema:
     return load_schema(Path(name) / "schema.toml")
 
 
@@ -50,25 +51,25 @@ def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
     Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
-def a_log(**ro: Any) -> list[dict[str, Any]]:
-    who = {"request_id": "r1", "user_id": "ann", "time": T0}
+def make_log(**ro: Any) -> list[dict[str, Any]]:
+    request = {"request_id": "r1", "user_id": "ann", "time": T0}
     candidates = [
         {"item_id": f"i{n}", "category": ("hats", "bags")[n % 2], "price": 1.5 * n, "brand_id": n % 2}
         for n in range(4)
     ]
     return [
-        {"type": "impression", **who, "ro": ro, "candidates": candidates},
-        {"type": "engagement", **who, "item_id": "i1", "action": "open"},
+        {"type": "impression", **request, "ro": ro, "candidates": candidates},
+        {"type": "engagement", **request, "item_id": "i1", "action": "open"},
     ]
 
 
 def test_a_sample_log_is_written_with_its_schema_and_model_and_never_replaced() -> None:
     output = run("shop", "--requests", "200").output
-    schema = written()
+    schema = load_written_schema()
     assert {f.name for f in schema.ro} >= {"user", "history", "basket_value"}
     assert {f.name for f in schema.nro} >= {"item", "category", "price", "expected_1h", "ctr_24h"}
     assert [label.name for label in schema.labels] == ["click", "order"]
-    assert rate_rank(schema, "click") is not None, "an untrained model has an order"
+    assert rate_rank(schema, "click") is not None, "an untrained model ranks by click rate"
     assert load_model_config("shop/model.toml") == RankerConfig()
     assert "roostream replay jsonl --schema shop/schema.toml" in output and "roostream up" in output
     with pytest.raises(ConfigError, match="not replaced"):
@@ -77,16 +78,17 @@ def test_a_sample_log_is_written_with_its_schema_and_model_and_never_replaced() 
 
 def test_actions_of_the_sample_log_can_be_chosen() -> None:
     run("news", "--action", "open", "--second-action", "none", "--requests", "100")
-    schema = written("news")
+    schema = load_written_schema("news")
     assert schema.online.click == "open" and [label.action for label in schema.labels] == ["open"]
 
 
-def test_kinds_of_features_follow_their_values() -> None:
+def test_the_kind_of_a_feature_follows_from_its_values() -> None:
     write_lines(
-        "log.jsonl", a_log(topics=["a", "b"], basket=3, front_page=1.0, past={"item": [1, 2], "at": [T0, T0]})
+        "log.jsonl",
+        make_log(topics=["a", "b"], basket=3, front_page=1.0, past={"item": [1, 2], "at": [T0, T0]}),
     )
     output = run("shop", "--from", "log.jsonl").output
-    schema = written()
+    schema = load_written_schema()
     kinds = {f.name: f.kind for f in (*schema.ro, *schema.nro)}
     assert kinds["topics"] == kinds["category"] == kinds["brand_id"] == "ids"
     assert kinds["basket"] == kinds["price"] == kinds["front_page"] == "float"
@@ -96,9 +98,9 @@ def test_kinds_of_features_follow_their_values() -> None:
 
 
 def test_features_of_the_log_replace_those_of_the_same_name() -> None:
-    write_lines("log.jsonl", a_log(user="ann", hour_of_day=3.5))
+    write_lines("log.jsonl", make_log(user="ann", hour_of_day=3.5))
     run("shop", "--from", "log.jsonl")
-    features = {f.name: f for f in written().ro}
+    features = {f.name: f for f in load_written_schema().ro}
     assert features["user"].kind == "ids" and features["hour_of_day"].online == ""
 
 
@@ -108,11 +110,11 @@ def test_features_of_the_log_replace_those_of_the_same_name() -> None:
     ids=["two actions", "none", "a usual name"],
 )
 def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None:
-    shown, done = a_log()
-    write_lines("log.jsonl", [shown, *({**done, "action": name} for name in engaged)])
+    impression, engagement = make_log()
+    write_lines("log.jsonl", [impression, *({**engagement, "action": name} for name in engaged)])
     if not wanted:
         run("shop", "--from", "log.jsonl")
-        assert written().online.click == "click"
+        assert load_written_schema().online.click == "click"
         return
     with pytest.raises(ConfigError, match=wanted):
         run("shop", "--from", "log.jsonl")
@@ -120,12 +122,12 @@ def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None
 
 
 def test_actions_with_any_name_become_labels() -> None:
-    shown, done = a_log()
+    impression, engagement = make_log()
     actions = ["点击", "👍", "Add to cart", "add_to_cart"]
-    write_lines("log.jsonl", [shown, *({**done, "action": name} for name in actions)])
+    write_lines("log.jsonl", [impression, *({**engagement, "action": name} for name in actions)])
     run("shop", "--from", "log.jsonl", "--click", "点击")
-    found = {label.action: label.name for label in written().labels}
-    assert list(found) == actions and len(set(found.values())) == 4
+    labels = {label.action: label.name for label in load_written_schema().labels}
+    assert list(labels) == actions and len(set(labels.values())) == 4
 
 
 def test_two_csv_tables_are_understood() -> None:
@@ -139,20 +141,22 @@ def test_two_csv_tables_are_understood() -> None:
         )
     Path("done.csv").write_text(f"request_id,time,user_id,item_id,action\nr0,{T0},ann,i1,click\n")
     output = run("shop", "--from", "shown.csv", "--engagements", "done.csv").output
-    schema = written()
+    schema = load_written_schema()
     assert "basket" in {f.name for f in schema.ro} and "price" in {f.name for f in schema.nro}
     assert "replay csv" in output and "--engagements done.csv" in output
 
 
-def test_objects_of_two_tables_and_lines_are_sequences_or_named() -> None:
+def test_objects_are_read_as_sequences_or_reported() -> None:
     history, place = {"item": [3], "time": [T0]}, {"city": "x", "zone": 2}
     shown = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "user_id": [5]}
     pq.write_table(pa.table(shown | {"read": [history]}), "shown.parquet")
     pq.write_table(pa.table(shown | {"place": [place]}), "other.parquet")
     pq.write_table(pa.table(shown | {"action": ["click"]}), "done.parquet")
     run("shop", "--from", "shown.parquet", "--engagements", "done.parquet")
-    assert {f.name: f.kind for f in (*written().ro, *written().nro)}["read"] == "sequence"
-    write_lines("log.jsonl", a_log(place=place))
+    assert {f.name: f.kind for f in (*load_written_schema().ro, *load_written_schema().nro)}[
+        "read"
+    ] == "sequence"
+    write_lines("log.jsonl", make_log(place=place))
     for log in (("other.parquet", "--engagements", "done.parquet"), ("log.jsonl",)):
         with pytest.raises(ConfigError, match="'place' is an object with 'city'"):
             run("other", "--from", *log)
@@ -168,10 +172,10 @@ def test_the_printed_commands_read_tables_with_columns_that_nothing_uses() -> No
     assert output.count("--ignore note campaign") == 3
     files = {"impressions": ("shown.parquet",), "engagements": ("done.parquet",)}
     options = parquet_log.Options(**files, ignore=("note", "campaign"))
-    assert len(list(parquet_log.open(options, written(), 0).events)) == 2
+    assert len(list(parquet_log.open(options, load_written_schema(), 0).events)) == 2
 
 
-def flat(**more: list[Any]) -> dict[str, list[Any]]:
+def make_flat_table(**more: list[Any]) -> dict[str, list[Any]]:
     return {
         "visitor": [1, 1, 2, 2],
         "shownAt": [T0 // 1000, T0 // 1000, T0 // 1000 + 5, T0 // 1000 + 5],
@@ -183,10 +187,10 @@ def flat(**more: list[Any]) -> dict[str, list[Any]]:
 
 
 def test_a_flat_table_gets_a_map_that_imports_it() -> None:
-    pq.write_table(pa.table(flat()), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table()), "rows.parquet")
     output = run("shop", "--from", "rows.parquet").output
     assert "column 'article' is the item" in output and "import table" in output
-    schema = written()
+    schema = load_written_schema()
     counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     assert (counts.requests, counts.engagements, counts.skipped) == (2, 2, 0)
 
@@ -198,15 +202,15 @@ def test_a_flat_table_gets_a_map_that_imports_it() -> None:
 )
 def test_the_unit_of_times_is_found(factor: float, unit: str) -> None:
     times = [(T0 + 123) * factor, (T0 + 123) * factor, (T0 + 1123) * factor, (T0 + 1123) * factor]
-    pq.write_table(pa.table(flat(shownAt=times)), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table(shownAt=times)), "rows.parquet")
     run("shop", "--from", "rows.parquet")
-    schema = written()
+    schema = load_written_schema()
     import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     found = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
     assert [line["time"] for line in found if line["type"] == "impression"] == [T0 + 123, T0 + 1123]
 
 
-def test_columns_of_other_types_are_read_or_named() -> None:
+def test_columns_of_other_types_are_read_or_reported() -> None:
     day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
     more = {
         "price": [Decimal("1.50"), Decimal("2.50"), Decimal("1.50"), None],
@@ -214,57 +218,63 @@ def test_columns_of_other_types_are_read_or_named() -> None:
         "published": [day, day, None, day],
         "vector": [[0.5, 1.5]] * 4,
     }
-    pq.write_table(pa.table(flat(clicked=[1, 0, 0, 0], **more)), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table(clicked=[1, 0, 0, 0], **more)), "rows.parquet")
     with pytest.raises(ConfigError, match=r"'vector'.*--ignore"):
         run("shop", "--from", "rows.parquet", "--ignore", "Price")
     ignored = ("--ignore", "vector", "Price")
     output = run("shop", "--from", "rows.parquet", *ignored, "--click", "paid").output
-    schema = written()
+    schema = load_written_schema()
     assert {f.name: f.kind for f in schema.nro}["price"] == "float" and schema.online.click == "paid"
     assert "'published' is a time" in output and "published" not in {f.name for f in schema.nro}
     counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     assert (counts.requests, counts.engagements) == (2, 2)
 
 
-def test_the_prior_of_a_log_with_hardly_a_negative_is_valid() -> None:
-    rows = {name: cells * 500 for name, cells in flat(clicked=[1] * 4).items()}
+def test_the_prior_of_a_log_with_few_negatives_is_valid() -> None:
+    rows = {name: cells * 500 for name, cells in make_flat_table(clicked=[1] * 4).items()}
     rows["clicked"][0] = 0
     pq.write_table(pa.table(rows), "rows.parquet")
     run("shop", "--from", "rows.parquet")
-    assert written().labels[0].prior == 0.99
+    assert load_written_schema().labels[0].prior == 0.99
 
 
-def test_columns_that_are_known_too_late_are_no_features() -> None:
+def test_columns_with_values_only_after_a_click_are_no_features() -> None:
     clicked = [n % 4 == 0 for n in range(200)]
-    rows = {name: cells * 50 for name, cells in flat().items()} | {
+    rows = {name: cells * 50 for name, cells in make_flat_table().items()} | {
         "clicked": clicked,
         "seconds": [n * was_clicked for n, was_clicked in enumerate(clicked)],
         "stars": [5 if was_clicked and n % 8 else None for n, was_clicked in enumerate(clicked)],
-        "coupon": [1 if n in (0, 4) else None for n in range(200)],  # may be chance
+        "coupon": [1 if n in (0, 4) else None for n in range(200)],  # too few values to exclude chance
     }
     pq.write_table(pa.table(rows), "rows.parquet")
     output = run("shop", "--from", "rows.parquet").output
-    assert {f.name for f in written().nro} & {"seconds", "stars", "coupon", "price"} == {"coupon", "price"}
+    assert {f.name for f in load_written_schema().nro} & {"seconds", "stars", "coupon", "price"} == {
+        "coupon",
+        "price",
+    }
     assert "'seconds' has values only where a user acted" in output
 
 
-def test_a_column_of_actions_only_is_no_feature_of_shown_items() -> None:
+def test_a_column_with_values_only_in_action_rows_is_no_feature() -> None:
     events = {"event": ["view", "view", "purchase", "view"], "article": ["a", "b", "b", "c"]}
-    rows = {**flat(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
+    rows = {**make_flat_table(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
     del rows["clicked"]
     pq.write_table(pa.table(rows), "rows.parquet")
     output = run("shop", "--from", "rows.parquet").output
-    assert {f.name for f in (*written().ro, *written().nro)} & {"price", "revenue"} == {"price"}
+    assert {f.name for f in (*load_written_schema().ro, *load_written_schema().nro)} & {
+        "price",
+        "revenue",
+    } == {"price"}
     assert "'revenue' has values only in rows of actions" in output
 
 
-def test_truth_values_that_no_reader_of_lines_takes_are_refused() -> None:
-    write_lines("log.jsonl", a_log(member=True))
+def test_boolean_features_in_json_lines_are_refused() -> None:
+    write_lines("log.jsonl", make_log(member=True))
     with pytest.raises(ConfigError, match=r"'member'.*write 1 and 0"):
         run("shop", "--from", "log.jsonl")
 
 
-def test_a_time_beside_two_tables_is_ignored_on_demand() -> None:
+def test_a_time_column_of_two_tables_can_be_ignored() -> None:
     day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
     shown = {"request_id": ["r"] * 2, "time": [T0] * 2, "item_id": ["a", "b"], "published": [day] * 2}
     pq.write_table(pa.table(shown), "shown.parquet")
@@ -276,12 +286,12 @@ def test_a_time_beside_two_tables_is_ignored_on_demand() -> None:
     assert "--ignore published" in run(*tables, "--ignore", "published").output
 
 
-def test_the_numbers_of_rows_are_no_feature() -> None:
-    columns = {"": [0, 1, 2, 3], **flat()}
+def test_a_column_of_row_numbers_is_no_feature() -> None:
+    columns = {"": [0, 1, 2, 3], **make_flat_table()}
     rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
     Path("rows.csv").write_text("\n".join(rows) + "\n")
     assert "'column_1' has the numbers of the rows" in run("shop", "--from", "rows.csv").output
-    assert "column_1" not in {f.name for f in written().nro}
+    assert "column_1" not in {f.name for f in load_written_schema().nro}
 
 
 @pytest.mark.parametrize(
@@ -290,63 +300,70 @@ def test_the_numbers_of_rows_are_no_feature() -> None:
 def test_a_column_that_numbers_each_list_is_the_position_and_no_feature(
     slots: list[int], is_position: bool
 ) -> None:
-    """Serving could not know it: it is the result of ranking."""
+    """A position cannot be a feature, because it is the result of ranking: serving does not know it
+    beforehand."""
     lines = ["visitor,shown_at,article,slot,clicked"]
     lines += [f"v{n},{T0 + n},a{slot},{slot},{slot % 2}" for n in range(4) for slot in slots]
     Path("rows.csv").write_text("\n".join(lines) + "\n")
     output = run("shop", "--from", "rows.csv").output
     assert ("column 'slot' is the position" in output) is is_position
-    assert load_map("shop/map.toml", written()).position == ("slot" if is_position else "")
-    assert ("slot" in {f.name for f in written().nro}) is not is_position
+    assert load_map("shop/map.toml", load_written_schema()).position == ("slot" if is_position else "")
+    assert ("slot" in {f.name for f in load_written_schema().nro}) is not is_position
 
 
 def test_a_log_without_users_and_sessions_has_no_history() -> None:
-    lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
+    lines = [{key: value for key, value in line.items() if key != "user_id"} for line in make_log()]
     write_lines("log.jsonl", lines)
     run("anonymous", "--from", "log.jsonl")
-    assert not {"history", "history_len"} & {f.name for f in written("anonymous").ro}
+    assert not {"history", "history_len"} & {f.name for f in load_written_schema("anonymous").ro}
     write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
     run("sessions", "--from", "log.jsonl")
-    assert {"history", "history_len"} <= {f.name for f in written("sessions").ro}
+    assert {"history", "history_len"} <= {f.name for f in load_written_schema("sessions").ro}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "table"])
 def test_lists_beyond_the_default_limits_raise_the_limits(form: str) -> None:
     items = [f"i{n}" for n in range(1500)]
     if form == "jsonl":
-        shown, done = a_log(read={"item": list(range(2500)), "time": [T0] * 2500})
-        write_lines("log.jsonl", [{**shown, "candidates": {"item_id": items}}, {**done, "item_id": "i1"}])
+        impression, engagement = make_log(read={"item": list(range(2500)), "time": [T0] * 2500})
+        write_lines(
+            "log.jsonl", [{**impression, "candidates": {"item_id": items}}, {**engagement, "item_id": "i1"}]
+        )
         run("shop", "--from", "log.jsonl")
-        assert written().limits.max_list >= 2500
-        assert {f.name: f.max_len for f in written().ro}["read"] == 2000
+        assert load_written_schema().limits.max_list >= 2500
+        assert {f.name: f.max_len for f in load_written_schema().ro}["read"] == 2000
     else:
         many = {"visitor": ["v"] * 1500, "shownAt": [T0] * 1500, "article": items}
         pq.write_table(pa.table(many | {"clicked": [1] * 1500}), "rows.parquet")
         run("shop", "--from", "rows.parquet")
-        assert written().limits.max_list == 2000
-    assert written().limits.max_candidates >= 1500
+        assert load_written_schema().limits.max_list == 2000
+    assert load_written_schema().limits.max_candidates >= 1500
 
 
 def test_ids_that_never_occur_again_are_no_features() -> None:
     rows = [
-        {"visitor": f"v{n % 7}", "shownAt": T0 + n, "article": f"a{place}", "clicked": place,
-         "call": f"c{n}", "row_id": 2 * n + place, "phrase": f"p{n % 99}"}
+        {"visitor": f"v{n % 7}", "shownAt": T0 + n, "article": f"a{slot}", "clicked": slot,
+         "call": f"c{n}", "row_id": 2 * n + slot, "phrase": f"p{n % 99}"}
         for n in range(100)
-        for place in range(2)
+        for slot in range(2)
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
     output = " ".join(run("shop", "--from", "rows.parquet").output.split())
-    assert {f.name for f in (*written().ro, *written().nro)} & {"call", "row_id", "phrase"} == {"phrase"}
+    assert {f.name for f in (*load_written_schema().ro, *load_written_schema().nro)} & {
+        "call",
+        "row_id",
+        "phrase",
+    } == {"phrase"}
     assert "'call' has another id in every request" in output and "--request call" in output
     assert "'row_id' has another id in every row" in output
 
 
 def test_ratings_of_the_last_century_are_imported() -> None:
-    """MovieLens has ratings since 1996, as seconds."""
+    """MovieLens has ratings since 1996, with times in seconds."""
     rows = "".join(f"{n % 3},{n},{n % 5 + 1},{850_000_000 + 70 * n}\n" for n in range(40))
     Path("ratings.csv").write_text(f"userId,movieId,rating,timestamp\n{rows}")
     run("movies", "--from", "ratings.csv")
-    schema = written("movies")
+    schema = load_written_schema("movies")
     column_map = load_map("movies/map.toml", schema)
     counts = import_table(["ratings.csv"], schema, column_map, Path("movies/log.jsonl"))
     assert column_map.time_unit == "s" and (counts.requests, counts.engagements) == (40, 16)
@@ -358,21 +375,22 @@ def test_ratings_of_the_last_century_are_imported() -> None:
      ("author", [T0 // 1000], {"author": "ids"})],
 )  # fmt: skip
 def test_times_of_a_sequence_are_in_ms(name: str, values: list[int], wanted: dict[str, str] | str) -> None:
-    write_lines("log.jsonl", a_log(read={"item": [3], name: values}))
+    write_lines("log.jsonl", make_log(read={"item": [3], name: values}))
     if wanted:
         run("shop", "--from", "log.jsonl")
-        assert {f.name: f.columns for f in written().ro}["read"] == wanted
+        assert {f.name: f.columns for f in load_written_schema().ro}["read"] == wanted
     else:
         with pytest.raises(ConfigError, match=r"'read'.*ms since 1970 in 'seen_at'.* in s;"):
             run("shop", "--from", "log.jsonl")
 
 
-def test_columns_may_be_called_as_what_a_log_has_of_its_own() -> None:
-    """A weight in kg is no sampling weight, and an ignored column is not read for a feature of its name."""
+def test_columns_named_like_fields_of_a_log_become_features() -> None:
+    """A column `weight` (in kg) is not taken for the log's sampling weight, and an ignored column `history`
+    is not read for the feature `history`."""
     more = {"weight": [1.5, 2.5, 3.5, 4.5], "surface": [60, 70, 80, 90], "item_id": [7, 8, 9, 10]}
-    pq.write_table(pa.table(flat(**more, history=["old"] * 4)), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table(**more, history=["old"] * 4)), "rows.parquet")
     run("shop", "--from", "rows.parquet", "--item", "article", "--ignore", "history")
-    schema = written()
+    schema = load_written_schema()
     names = {f.name for f in (*schema.ro, *schema.nro)}
     assert {"weight_value", "surface_value", "item_id_value", "history"} <= names
     import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
@@ -383,29 +401,29 @@ def test_columns_may_be_called_as_what_a_log_has_of_its_own() -> None:
     assert not any("weight" in line or "history" in line.get("ro", ()) for line in shown)
 
 
-def test_an_object_is_no_action_whatever_its_name() -> None:
+def test_an_object_is_never_taken_for_an_action() -> None:
     shared = {"item": [3], "time": [T0]}
-    pq.write_table(pa.table(flat(shared=[shared] * 4)), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table(shared=[shared] * 4)), "rows.parquet")
     run("shop", "--from", "rows.parquet")
-    assert [label.name for label in written().labels] == ["clicked"]
-    assert {f.name: f.kind for f in written().ro}["shared"] == "sequence"
+    assert [label.name for label in load_written_schema().labels] == ["clicked"]
+    assert {f.name: f.kind for f in load_written_schema().ro}["shared"] == "sequence"
 
 
 @pytest.mark.parametrize("name", ["user", "hour", "weekday"])
-def test_a_column_of_candidates_may_be_called_as_a_field_of_counters(name: str) -> None:
-    rows = {**flat(), name: ["x", "y", "y", "x"], "article": ["a", "b", "c", "d"]}
+def test_a_candidate_column_may_be_named_like_a_field_of_counters(name: str) -> None:
+    rows = {**make_flat_table(), name: ["x", "y", "y", "x"], "article": ["a", "b", "c", "d"]}
     pq.write_table(pa.table(rows), "rows.parquet")
     run("shop", "--from", "rows.parquet", "--user", "visitor", "--item", "article")
-    assert not any(counter.name.startswith("user_") for counter in written().counters)
+    assert not any(counter.name.startswith("user_") for counter in load_written_schema().counters)
 
 
 def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
     columns = {"Größe": [1.5, 2.5, 3.5, 4.5], "价格": [2.5, 3.5, 4.5, 5.5]}
-    pq.write_table(pa.table(flat(**columns)), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table(**columns)), "rows.parquet")
     run("shop", "--from", "rows.parquet", "--ignore", "Price")
-    schema = written()
+    schema = load_written_schema()
     names = load_map("shop/map.toml", schema).features
-    assert names == {"grosse": "Größe", f"column_{len(flat()) + 2}": "价格"}
+    assert names == {"grosse": "Größe", f"column_{len(make_flat_table()) + 2}": "价格"}
     import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
 
 
@@ -418,19 +436,19 @@ def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
         ({"Price": [1.5, float("nan"), 2.5, 3.5], "article": [b"a"] * 4}, "'article' .*got binary"),
     ],
 )
-def test_a_column_that_no_import_can_read_is_named_at_once(column: dict[str, Any], message: str) -> None:
-    pq.write_table(pa.table(flat(**column)), "rows.parquet")
+def test_a_column_that_cannot_be_imported_is_reported_by_init(column: dict[str, Any], message: str) -> None:
+    pq.write_table(pa.table(make_flat_table(**column)), "rows.parquet")
     with pytest.raises(ConfigError, match=rf"{message}.*--ignore"):
         run("shop", "--from", "rows.parquet")
     assert not Path("shop").exists()
 
 
-def test_lists_of_objects_are_rows_or_named() -> None:
+def test_lists_of_objects_are_read_as_candidates_or_reported() -> None:
     shown = [{"id": n, "clicked": n == 1} for n in range(3)]
     rows = [{"request_id": f"r{n}", "ts": T0 + n, "items": shown} for n in range(5)]
     pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
     assert "5 requests with 15 candidates" in run("shop", "--from", "rows.parquet").output
-    schema = written()
+    schema = load_written_schema()
     counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     assert (counts.requests, counts.engagements) == (5, 5)
     other = [{"slate" if key == "items" else key: value for key, value in row.items()} for row in rows]
@@ -439,23 +457,25 @@ def test_lists_of_objects_are_rows_or_named() -> None:
         run("other", "--from", "rows.parquet")
 
 
-def test_names_that_the_schema_cannot_hold_are_named_and_nothing_is_written() -> None:
-    pq.write_table(pa.table(flat(price=[1.0] * 4)), "rows.parquet")
+def test_names_that_collide_in_the_schema_are_reported_and_nothing_is_written() -> None:
+    pq.write_table(pa.table(make_flat_table(price=[1.0] * 4)), "rows.parquet")
     with pytest.raises(ConfigError, match=r"'Price' and 'price' would both be .*--ignore"):
         run("shop", "--from", "rows.parquet")
-    pq.write_table(pa.table(flat(Clicked=[1] * 4)), "rows.parquet")
+    pq.write_table(pa.table(make_flat_table(Clicked=[1] * 4)), "rows.parquet")
     with pytest.raises(ConfigError, match="'clicked' and 'Clicked' would both be"):
         run("shop", "--from", "rows.parquet")
     assert not Path("shop").exists()
-    pq.write_table(pa.table(flat(**{"p" * 150: [0.5, 1.5, 2.5, 3.5], "user": [0.5] * 4})), "rows.parquet")
+    pq.write_table(
+        pa.table(make_flat_table(**{"p" * 150: [0.5, 1.5, 2.5, 3.5], "user": [0.5] * 4})), "rows.parquet"
+    )
     run("shop", "--from", "rows.parquet", "--user", "visitor")
-    schema = written()
+    schema = load_written_schema()
     assert "p" * 64 in {f.name for f in schema.nro}
     assert {f.table for f in (*schema.ro, *schema.nro)} - {""} == {t.name for t in schema.tables}
 
 
-def lines_of(rows: list[dict[str, Any]], form: str) -> str:
-    """Rows as the text of a file."""
+def format_rows(rows: list[dict[str, Any]], form: str) -> str:
+    """Format rows as JSON lines or as a tab-separated table."""
     if form == "jsonl":
         return "".join(json.dumps(row) + "\n" for row in rows)
     names = list(rows[0])
@@ -480,13 +500,13 @@ def lines_of(rows: list[dict[str, Any]], form: str) -> str:
 def test_a_text_table_gets_a_map_that_imports_it(
     form: str, columns: dict[str, list[Any]], wanted: tuple[int, int, str]
 ) -> None:
-    table = {name: cells for name, cells in flat().items() if name != "clicked"} | columns
+    table = {name: cells for name, cells in make_flat_table().items() if name != "clicked"} | columns
     path = Path(f"rows.{form}")
     path.write_text(
-        lines_of([dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)], form)
+        format_rows([dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)], form)
     )
     output = run("shop", "--from", str(path)).output
-    schema = written()
+    schema = load_written_schema()
     counts = import_table([str(path)], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     assert (counts.requests, counts.engagements, schema.labels[0].action) == wanted
     assert counts.skipped == 0 and "import table" in output
@@ -495,17 +515,17 @@ def test_a_text_table_gets_a_map_that_imports_it(
 @pytest.mark.parametrize(
     ("columns", "flags", "word"),
     [
-        (flat(product=["p", "q", "r", "s"]), (), "--item"),
-        ({k: v for k, v in flat().items() if k != "article"}, (), "--item"),
-        (flat(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
-        ({k: v for k, v in flat().items() if k != "clicked"}, (), "--click"),
+        (make_flat_table(product=["p", "q", "r", "s"]), (), "--item"),
+        ({k: v for k, v in make_flat_table().items() if k != "article"}, (), "--item"),
+        (make_flat_table(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
+        ({k: v for k, v in make_flat_table().items() if k != "clicked"}, (), "--click"),
         (
-            {**flat(clicked=[None] * 4), "event": ["look", "look", "buy", "look"]},
+            {**make_flat_table(clicked=[None] * 4), "event": ["look", "look", "buy", "look"]},
             (),
             "'event', which has buy, look",
         ),
-        (flat(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
-        (flat(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
+        (make_flat_table(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
+        (make_flat_table(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
     ],
     ids=[
         "two items",
@@ -535,7 +555,7 @@ def test_an_unclear_flat_table_is_asked_about(
         ("a b",),
     ],
 )
-def test_wrong_input_is_one_sentence(args: tuple[str, ...]) -> None:
+def test_wrong_input_is_reported_in_one_sentence(args: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
         run(*args)
     assert "\n" not in str(error.value)
@@ -593,7 +613,7 @@ def test_a_table_with_a_row_per_request_is_imported(name: str, column: str, cell
     write_rows(request_rows(**{column: cells}), name)
     output = run("shop", "--from", name).output
     assert "a row is a request, with an entry for each shown item in 'items', 'prices'" in output
-    schema = written()
+    schema = load_written_schema()
     sides = {f.name: f.kind for f in schema.nro}, {f.name: f.kind for f in schema.ro}
     assert sides[0]["prices"] == "float" and sides[1]["history"] in ("ids", "sequence")
     counts = import_table([name], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
@@ -612,7 +632,7 @@ def test_the_form_of_mind_is_imported() -> None:
         lines.append(f"{n}\tU{n % 3}\t11/{n + 10}/2019 9:05:58 PM\tN1 N2\tN{n}-0 N{n + 1}-1")
     Path("behaviors.tsv").write_text("\n".join(lines))
     run("news", "--from", "behaviors.tsv")
-    schema = written("news")
+    schema = load_written_schema("news")
     assert {f.name: f.kind for f in schema.ro}["history"] == "ids" and schema.online.click == "clicked"
     column_map = load_map("news/map.toml", schema)
     counts = import_table(["behaviors.tsv"], schema, column_map, Path("news/log.jsonl"))
@@ -620,10 +640,10 @@ def test_the_form_of_mind_is_imported() -> None:
 
 
 def test_lists_beside_an_item_are_its_features() -> None:
-    rows = flat(items=[["a", "b"], ["c"], [], ["a"]])
+    rows = make_flat_table(items=[["a", "b"], ["c"], [], ["a"]])
     pq.write_table(pa.table(rows), "rows.parquet")
     run("shop", "--from", "rows.parquet")
-    assert {f.name: f.kind for f in written().nro}["items"] == "ids"
+    assert {f.name: f.kind for f in load_written_schema().nro}["items"] == "ids"
     assert "lists" not in Path("shop/map.toml").read_text()
 
 

@@ -1,4 +1,5 @@
-"""`roostream placement`: what it shows, what it refuses, and that a plan can be read back."""
+"""`roostream placement`: its reports, the arguments that it rejects, and that it reads a plan that it
+wrote."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.trainer import samples
 
 
 @pytest.fixture
-def known(tmp_path: Path) -> list[str]:
-    """`--store` and `--schema` of a store with profiles."""
+def store_arguments(tmp_path: Path) -> list[str]:
+    """Return the arguments `--store` and `--schema` for a store with profiles of the tables."""
     (tmp_path / "s.toml").write_text(to_toml(samples.schema()))
     init_store(tmp_path / "store")
     save_profiles(FileStore(tmp_path / "store"), make_profiler().profiles, SystemClock().now_ms())
@@ -35,58 +36,63 @@ def placement(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["placement", *arguments], env={"COLUMNS": "200"})
 
 
-def test_profiles_are_reported_by_feature(known: list[str]) -> None:
-    shown = placement("profile", *known)
-    assert shown.exit_code == 0 and "table item (4 wide)" in shown.output and "5 batches" in shown.output
-    told = json.loads(placement("profile", *known, "--json").stdout)
-    assert told["user"]["examples"] == 40
+def test_profiles_are_reported_by_feature(store_arguments: list[str]) -> None:
+    result = placement("profile", *store_arguments)
+    assert result.exit_code == 0 and "table item (4 wide)" in result.output and "5 batches" in result.output
+    profiles = json.loads(placement("profile", *store_arguments, "--json").stdout)
+    assert profiles["user"]["examples"] == 40
 
 
-def test_a_plan_shows_its_imbalance_and_the_basis_of_its_times(known: list[str]) -> None:
-    shown = placement("plan", *known, "--owners", "4")
-    assert shown.exit_code == 0
+def test_a_plan_shows_its_imbalance_and_the_basis_of_its_times(store_arguments: list[str]) -> None:
+    result = placement("plan", *store_arguments, "--owners", "4")
+    assert result.exit_code == 0
     for text in ("imbalance", "the lower bound", "assumed constants"):
-        assert text in shown.output
+        assert text in result.output
 
 
-def test_without_a_profile_a_table_is_spread_and_named(known: list[str], tmp_path: Path) -> None:
+def test_a_table_without_a_profile_is_spread_over_all_owners(
+    store_arguments: list[str], tmp_path: Path
+) -> None:
     init_store(tmp_path / "empty")
-    shown = placement("plan", "--store", str(tmp_path / "empty"), *known[2:], "--owners", "4")
-    assert shown.output.count("never counted") == 2 and shown.output.count("4 row pieces") == 2
-    assert "none: a worker" in placement("profile", "--store", str(tmp_path / "empty"), *known[2:]).output
+    result = placement("plan", "--store", str(tmp_path / "empty"), *store_arguments[2:], "--owners", "4")
+    assert result.output.count("never counted") == 2 and result.output.count("4 row pieces") == 2
+    assert (
+        "none: a worker"
+        in placement("profile", "--store", str(tmp_path / "empty"), *store_arguments[2:]).output
+    )
 
 
-def test_a_table_is_explained(known: list[str]) -> None:
-    shown = placement("explain", "item", *known, "--owners", "4")
-    assert "per batch" in shown.output and "2 row shards" in shown.output
+def test_a_table_is_explained(store_arguments: list[str]) -> None:
+    result = placement("explain", "item", *store_arguments, "--owners", "4")
+    assert "per batch" in result.output and "2 row shards" in result.output
     with pytest.raises(ConfigError, match="expected a table of the schema, got 'itm'; did you mean 'item'"):
         CliRunner().invoke(
-            cli, ["placement", "explain", "itm", *known, "--owners", "4"], catch_exceptions=False
+            cli, ["placement", "explain", "itm", *store_arguments, "--owners", "4"], catch_exceptions=False
         )
 
 
-def test_show_compares_the_plan_with_tables_dealt_out(known: list[str]) -> None:
-    shown = placement("show", *known, "--owners", "4")
-    assert shown.exit_code == 0
-    imbalances = [float(text) for text in re.findall(r"imbalance ([\d.]+) of bytes", shown.output)]
+def test_show_compares_the_plan_with_whole_tables_on_owners(store_arguments: list[str]) -> None:
+    result = placement("show", *store_arguments, "--owners", "4")
+    assert result.exit_code == 0
+    imbalances = [float(text) for text in re.findall(r"imbalance ([\d.]+) of bytes", result.output)]
     before, spread, *_, after = imbalances
-    assert before >= 2.0 > after >= spread == 1.0, "two tables on four owners leave two idle"
-    assert re.search(r"exchanged.*expanded impressions \([\d.]+ times\)", shown.output)
+    assert before >= 2.0 > after >= spread == 1.0, "with whole tables, two of the four owners are idle"
+    assert re.search(r"exchanged.*expanded impressions \([\d.]+ times\)", result.output)
 
 
-def test_a_plan_is_written_in_torchrecs_terms(known: list[str], tmp_path: Path) -> None:
+def test_a_plan_is_written_in_torchrecs_terms(store_arguments: list[str], tmp_path: Path) -> None:
     out, rows = tmp_path / "plan.json", ["--rows", "item=40", "--rows", "user=9"]
     with pytest.raises(
         ConfigError, match="expected pieces of a multiple of 4 columns, as FBGEMM has them, got 2"
     ):
-        narrow = ["plan", *known, "--owners", "4", *rows, "--write-torchrec", str(out)]
+        narrow = ["plan", *store_arguments, "--owners", "4", *rows, "--write-torchrec", str(out)]
         CliRunner().invoke(cli, ["placement", *narrow], catch_exceptions=False)
-    schema = Path(known[-1])
+    schema = Path(store_arguments[-1])
     schema.write_text(schema.read_text().replace("dim = 2", "dim = 4"))
-    shown = placement(
-        "plan", *known, "--owners", "4", *rows, "--write-torchrec", str(out), "--module", "sparse"
+    result = placement(
+        "plan", *store_arguments, "--owners", "4", *rows, "--write-torchrec", str(out), "--module", "sparse"
     )
-    assert shown.exit_code == 0 and "imbalance" in shown.output
+    assert result.exit_code == 0 and "imbalance" in result.output
     written = json.loads(out.read_text())
     assert written["module"] == "sparse" and sorted(written["tables"]) == ["item", "user"]
     assert sum(shard["sizes"][0] for shard in written["tables"]["item"]["shards"]) == 40
@@ -95,7 +101,7 @@ def test_a_plan_is_written_in_torchrecs_terms(known: list[str], tmp_path: Path) 
     again = tmp_path / "again.json"
     arguments = [
         "plan",
-        *known,
+        *store_arguments,
         "--owners",
         "4",
         "--collection",
@@ -113,19 +119,19 @@ def test_a_plan_is_written_in_torchrecs_terms(known: list[str], tmp_path: Path) 
         )
 
 
-def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
+def test_two_plans_are_compared(store_arguments: list[str], tmp_path: Path) -> None:
     files = []
     for owners in ("2", "8"):
         files.append(tmp_path / f"{owners}.json")
         files[-1].write_text(
-            placement("plan", *known, "--owners", owners, "--json", "--columns", "user=2").output
+            placement("plan", *store_arguments, "--owners", owners, "--json", "--columns", "user=2").output
         )
     assert "imbalance (bytes)" in placement("diff", *map(str, files)).output
     assert "the same" in placement("diff", str(files[0]), str(files[0])).output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--rows", "item"], "--rows: expected TABLE=N"),
         (["--rows", "item="], "--rows: expected TABLE=N"),
@@ -138,18 +144,20 @@ def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
         (["--columns", "user=8"], "expected column pieces that divide dim = 2, got 8"),
     ],
 )
-def test_an_impossible_plan_is_one_sentence(known: list[str], arguments: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_impossible_plan_is_reported_in_one_sentence(
+    store_arguments: list[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(
-            cli, ["placement", "plan", *known, "--owners", "4", *arguments], catch_exceptions=False
+            cli, ["placement", "plan", *store_arguments, "--owners", "4", *arguments], catch_exceptions=False
         )
 
 
-def test_constants_that_are_no_text_are_rejected(known: list[str], tmp_path: Path) -> None:
+def test_a_binary_file_of_constants_is_rejected(store_arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="measured constants, got bytes"):
-        given = ["plan", *known, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
-        CliRunner().invoke(cli, ["placement", *given], catch_exceptions=False)
+        arguments = ["plan", *store_arguments, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
+        CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
 
 
 def test_a_file_that_is_no_plan_is_rejected(tmp_path: Path) -> None:

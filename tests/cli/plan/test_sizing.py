@@ -1,4 +1,5 @@
-"""What a load needs follows from committed figures, grows where it should, and ends where something ends."""
+"""`roostream plan` sizes a deployment for a load. Its figures come from published benchmark reports, needs
+grow with the load, and each limit of the design is reported."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FIGURES = measured.read()
 
 
-def needs(**load: float) -> dict[str, Need]:
+def needs_of(**load: float) -> dict[str, Need]:
     return {need.what: need for need in plan(Load(**load), FIGURES)}  # type: ignore[arg-type]
 
 
@@ -79,12 +80,12 @@ def test_a_report_that_lacks_a_figure_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_linear_costs_grow_linearly(what: str) -> None:
-    small, large = needs(requests_per_s=20_000)[what].amount, needs(requests_per_s=200_000)[what].amount
+    small, large = needs_of(requests_per_s=20_000)[what].amount, needs_of(requests_per_s=200_000)[what].amount
     assert 9.0 < large / small < 11.0 or math.ceil(large) <= 10 * math.ceil(small)
-    assert math.isinf(needs(requests_per_s=20_000)[what].ends_at)
+    assert math.isinf(needs_of(requests_per_s=20_000)[what].ends_at)
 
 
-def test_the_joiners_state_is_what_the_join_stores_of_the_demos_requests() -> None:
+def test_planned_bytes_of_the_joiners_state_match_the_join() -> None:
     schema, window_ms, num_requests = data.demo_schema(), 20_000, 100
     decoder = EventDecoder({schema.fingerprint: schema}.get, schema.limits)
     join = Join(JoinerConfig(window_ms=window_ms).rules, {schema.fingerprint: schema}.get, schema.limits)
@@ -112,7 +113,7 @@ def test_the_joiners_state_is_what_the_join_stores_of_the_demos_requests() -> No
     assert join_state_bytes(load) == pytest.approx(byte_seconds, rel=0.1)
 
 
-def test_as_many_workers_as_keep_up_and_no_more() -> None:
+def test_a_plan_has_the_fewest_workers_that_keep_up() -> None:
     load = Load(requests_per_s=10_000)
     costs = Costs(load, FIGURES)
     shards = shards_for(load, costs)
@@ -127,9 +128,9 @@ def test_as_many_workers_as_keep_up_and_no_more() -> None:
 
 def test_workers_are_limited_by_the_fixed_cost_of_a_step() -> None:
     small, large = (
-        needs(requests_per_s=1000, batch_requests=batch)["workers"].ends_at for batch in (512, 8192)
+        needs_of(requests_per_s=1000, batch_requests=batch)["workers"].ends_at for batch in (512, 8192)
     )
-    assert small < large / 2  # small steps are all sum and calls
+    assert small < large / 2  # in small steps, the fixed cost of gradient sums and calls dominates
 
 
 def test_the_bottleneck_is_found_and_an_impossible_load_is_reported() -> None:
@@ -143,7 +144,7 @@ def test_the_bottleneck_is_found_and_an_impossible_load_is_reported() -> None:
 
 
 def test_rows_determine_the_number_of_shards_and_the_memory_of_serving() -> None:
-    few, many = needs(requests_per_s=10, rows=10**6), needs(requests_per_s=10, rows=10**10)
+    few, many = needs_of(requests_per_s=10, rows=10**6), needs_of(requests_per_s=10, rows=10**10)
     assert few["shards"].amount == 1 and many["shards"].amount == math.ceil(
         10**10 * row_bytes(Load(requests_per_s=10)) / (64e9 * 0.6)
     )
@@ -153,24 +154,26 @@ def test_rows_determine_the_number_of_shards_and_the_memory_of_serving() -> None
     )
 
 
-GROWS = (
+GROWING_NEEDS = (
     *("joiner's state", "dedupe ids", "feature updaters", "Redis", "Redis' memory", "auditors", "controller"),
     *("archivers", "compactor", "compactor's memory", "readers", "row deltas from Kafka", "Kafka's disks"),
 )
 
 
 def test_everything_that_grows_has_a_line() -> None:
-    small = needs(requests_per_s=5_000, users=10**5, rows=10**9)
-    large = needs(requests_per_s=500_000, users=10**7, rows=10**9)
-    assert {what for what in GROWS if not small[what].amount < large[what].amount} == set()
-    # A day of a partition is bounded by more partitions, until there are as many as programs take.
+    small = needs_of(requests_per_s=5_000, users=10**5, rows=10**9)
+    large = needs_of(requests_per_s=500_000, users=10**7, rows=10**9)
+    assert {what for what in GROWING_NEEDS if not small[what].amount < large[what].amount} == set()
+    # More partitions keep a partition's day bounded, up to the most partitions that the programs support.
     assert large["partitions"].amount == MAX_PARTITIONS > small["partitions"].amount
 
 
 @pytest.mark.parametrize("rate", [1.0, 100.0, 10_000.0, 10**6, 10**8])
 def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
-    """Not more processes than there can be, and a limit below the load wherever a cap is reached."""
-    found = needs(requests_per_s=rate, rows=10**9)
+    """A plan has no more processes than the programs support. Where a cap is reached, the reported limit is
+    below the load.
+    """
+    found = needs_of(requests_per_s=rate, rows=10**9)
     caps = {
         "workers": MAX_WORKERS,
         "task managers": MAX_TASK_MANAGERS,
@@ -188,25 +191,29 @@ def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
     assert (found["controller"].amount > MAX_CONNECTIONS) <= (found["controller"].ends_at < rate)
 
 
-def test_limits_do_not_depend_on_the_load_at_which_they_are_asked() -> None:
-    """What ends at a rate ends there, whether it is asked for a tenth of it or for ten times as much. Except
-    the limit of workers, who call as many shards as the load has, and that of shards."""
+def test_limits_do_not_depend_on_the_planned_load() -> None:
+    """The rate at which a part reaches its limit is the same in a plan for a tenth of that rate and for ten
+    times it. The limits of workers and shards are exceptions: a worker calls as many shards as the load
+    needs.
+    """
     for need in plan(Load(requests_per_s=10_000, rows=10**9), FIGURES):
         if math.isfinite(need.ends_at) and need.what not in ("shards", "workers"):
-            asked = (needs(requests_per_s=need.ends_at * share, rows=10**9)[need.what] for share in (0.1, 10))
-            assert [found.ends_at for found in asked] == pytest.approx([need.ends_at] * 2, rel=0.02), (
+            limits = (
+                needs_of(requests_per_s=need.ends_at * share, rows=10**9)[need.what] for share in (0.1, 10)
+            )
+            assert [found.ends_at for found in limits] == pytest.approx([need.ends_at] * 2, rel=0.02), (
                 need.what
             )
 
 
-def test_row_deltas_leave_kafka_once_for_each_serving_machine() -> None:
-    found = needs(requests_per_s=100_000, rows=10**8)
+def test_each_serving_machine_reads_all_row_deltas() -> None:
+    found = needs_of(requests_per_s=100_000, rows=10**8)
     machines = found["serving machines"].amount
     assert machines > 5
     assert found["row deltas from Kafka"].amount == pytest.approx(found["row deltas"].amount * machines)
 
 
-def test_remembered_ids_take_the_bytes_of_the_plan() -> None:
+def test_planned_bytes_of_dedupe_ids_match_the_memory_they_take() -> None:
     num_ids, dedupe = 50_000, Dedupe(3_600_000)
     tracemalloc.start()
     rng = np.random.default_rng(0)
@@ -215,40 +222,42 @@ def test_remembered_ids_take_the_bytes_of_the_plan() -> None:
         dedupe.settle(dedupe.claim(ids, np.full(len(ids), begin)))
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    planned = needs(requests_per_s=num_ids / 3600)["dedupe ids"]
+    planned = needs_of(requests_per_s=num_ids / 3600)["dedupe ids"]
     assert planned.amount * 1e9 == pytest.approx(used, rel=0.5) and num_ids == dedupe.cut().num_ids
 
 
 def test_a_cost_is_its_parts_times_their_prices() -> None:
     load = Load(requests_per_s=2000)
     found = plan(load, FIGURES)
-    free = {"disk_gb_month": 0.0, "object_gb_month": 0.0, "network_gb": 0.0}
-    cost = cost_of(load, found, Prices(machine_hour=2.0, **free))
+    free_storage = {"disk_gb_month": 0.0, "object_gb_month": 0.0, "network_gb": 0.0}
+    cost = cost_of(load, found, Prices(machine_hour=2.0, **free_storage))
     assert cost.month == cost.machines_month == (cost.machines + cost.broker_machines) * 2.0 * HOURS
     more = cost_of(
         load, found, Prices(machine_hour=0.0, disk_gb_month=1.0, object_gb_month=0.0, network_gb=0.0)
     )
-    assert more.month == more.disk_gb >= needs(requests_per_s=2000)["Kafka's disks"].amount * 1000
+    assert more.month == more.disk_gb >= needs_of(requests_per_s=2000)["Kafka's disks"].amount * 1000
     few, many = (
         cost_of(one, plan(one, FIGURES), Prices()).object_gb
         for one in (Load(requests_per_s=10, rows=10**6), Load(requests_per_s=10, rows=10**9))
     )
-    kept = (
+    num_copies = (
         ControllerConfig.keep_hours + ControllerConfig.keep_days
-    )  # complete copies of all rows in the store
-    assert many - few == pytest.approx(kept * (10**9 - 10**6) * 8 * Load(requests_per_s=1).dim / 1e9)
+    )  # as many complete copies of all rows are kept in the store
+    assert many - few == pytest.approx(num_copies * (10**9 - 10**6) * 8 * Load(requests_per_s=1).dim / 1e9)
     sent_gb = cost.network_mb * 3600 * HOURS / 1000
-    paid = cost_of(load, found, Prices(machine_hour=0.0, zone_share=1.0, **(free | {"network_gb": 1.0})))
+    paid = cost_of(
+        load, found, Prices(machine_hour=0.0, zone_share=1.0, **(free_storage | {"network_gb": 1.0}))
+    )
     assert paid.month == pytest.approx(sent_gb)
 
 
-def test_a_price_is_an_option_and_a_wrong_one_is_named() -> None:
+def test_a_price_is_an_option_and_a_wrong_price_is_rejected() -> None:
     arguments = ["plan", "--requests-per-s", "2000", "--json"]
-    told = [
+    monthly_costs = [
         json.loads(CliRunner().invoke(cli, [*arguments, "--machine-hour", price]).stdout)["cost"]["month"]
         for price in ("0", "1")
     ]
-    assert told[0] < told[1]
+    assert monthly_costs[0] < monthly_costs[1]
     done = CliRunner().invoke(cli, [*arguments, "--machine-hour", "-1"])
     assert isinstance(done.exception, ConfigError) and "--machine-hour: expected" in str(done.exception)
 
@@ -272,11 +281,11 @@ def test_estimated_bytes_of_a_row_equal_the_shards_table() -> None:
 
 def test_json_and_text_plans_agree() -> None:
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "20000", "--candidates", "50", "--json"])
-    told = json.loads(done.stdout)
-    assert told["load"] == dataclasses.asdict(Load(requests_per_s=20_000, candidates=50))
-    assert {need["what"] for need in told["needs"]} == set(needs(requests_per_s=1))
-    assert told["fits"] is (
-        told["needs"][[n["what"] for n in told["needs"]].index(told["bottleneck"])]["ends_at"] >= 20_000
+    report = json.loads(done.stdout)
+    assert report["load"] == dataclasses.asdict(Load(requests_per_s=20_000, candidates=50))
+    assert {need["what"] for need in report["needs"]} == set(needs_of(requests_per_s=1))
+    assert report["fits"] is (
+        report["needs"][[n["what"] for n in report["needs"]].index(report["bottleneck"])]["ends_at"] >= 20_000
     )
 
 
@@ -302,8 +311,10 @@ def test_the_table_of_the_page_equals_the_plan() -> None:
     assert faster != text and len(faster.splitlines()) == len(text.splitlines())
 
 
-def test_counts_are_printed_as_they_are() -> None:
-    """They become settings: 1,020 partitions are no multiple of 64 auditors."""
+def test_counts_are_printed_exactly() -> None:
+    """Printed counts are exact, because users copy them into settings: 1,020 partitions are no multiple of 64
+    auditors.
+    """
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "1000000"])
     printed = {line[:26].strip(): line[26:].split() for line in done.output.splitlines()}
     assert printed["partitions"][:3] == ["1,024", "per", "topic"]

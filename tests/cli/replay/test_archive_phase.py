@@ -1,4 +1,5 @@
-"""The past of a log through the stack's own archiver, before anybody trains."""
+"""The archive phase of a replay: the log's events before a date go through the stack's archiver into a
+warehouse before training starts."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from tests.warehouse.sample_cases import rich_schema
 from tests.warehouse.sessions.test_sample_table import archive
 
 
-def at(*times_ms: int) -> list[Record]:
+def records_at(*times_ms: int) -> list[Record]:
     return [Record("impressions", 0, -1, time_ms, b"", b"") for time_ms in times_ms]
 
 
 def test_a_log_is_split_at_a_time_without_losses() -> None:
-    log = SplitLog(iter(at(1, 4, 4, 5, 9)), 5)
+    log = SplitLog(iter(records_at(1, 4, 4, 5, 9)), 5)
     assert [record.timestamp_ms for record in log.before()] == [1, 4, 4]
     assert [record.timestamp_ms for record in log.others()] == [5, 9]
-    all_before = SplitLog(at(1, 2), 5)
+    all_before = SplitLog(records_at(1, 2), 5)
     assert len(list(all_before.before())) == 2 and not list(all_before.others())
 
 
@@ -39,7 +40,7 @@ def test_the_log_is_read_only_as_far_as_needed() -> None:
     read: list[int] = []
 
     def log() -> Iterator[Record]:
-        for record in at(1, 2, 3, 4):
+        for record in records_at(1, 2, 3, 4):
             read.append(record.timestamp_ms)
             yield record
 
@@ -48,31 +49,31 @@ def test_the_log_is_read_only_as_far_as_needed() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """60 samples of two partitions, 30 in each, of one day."""
+def home(tmp_path: Path) -> Path:
+    """A folder whose warehouse has 60 samples of one day, 30 from each of two partitions."""
     Warehouse(tmp_path / "warehouse").create()
     archive(tmp_path / "warehouse", samples.records(list(range(1, 61))))
     return tmp_path
 
 
-def past(place: Path, clock: FakeClock) -> ArchivePhase:
-    return ArchivePhase(place / "warehouse", FileStore(place / "store"), clock)
+def archive_phase(home: Path, clock: FakeClock) -> ArchivePhase:
+    return ArchivePhase(home / "warehouse", FileStore(home / "store"), clock)
 
 
-def test_the_archive_is_complete_when_files_have_all_samples(place: Path) -> None:
+def test_the_archive_is_complete_when_files_have_all_samples(home: Path) -> None:
     clock = FakeClock()
-    it = past(place, clock)
+    phase = archive_phase(home, clock)
     ends = {0: 30, 1: 30}
-    assert not it.is_archived({}), "nothing was joined yet"
-    assert not it.is_archived(ends)
+    assert not phase.is_archived({}), "nothing is joined yet"
+    assert not phase.is_archived(ends)
     clock.advance(4.0)
-    assert not it.is_archived(ends)
+    assert not phase.is_archived(ends)
     clock.advance(1.0)
-    assert it.is_archived(ends)
-    assert not it.is_archived({0: 30, 1: 31}), "one more has come"
+    assert phase.is_archived(ends)
+    assert not phase.is_archived({0: 30, 1: 31}), "one more sample was joined"
     clock.advance(60.0)
-    assert not it.is_archived({0: 30, 1: 31}), "and isn't in a file"
-    assert not past(place / "elsewhere", clock).is_archived(ends)
+    assert not phase.is_archived({0: 30, 1: 31}), "the new sample is not in a file"
+    assert not archive_phase(home / "elsewhere", clock).is_archived(ends)
 
 
 def test_the_archive_phase_waits_until_finished_days_are_sealed(tmp_path: Path) -> None:
@@ -82,16 +83,16 @@ def test_the_archive_phase_waits_until_finished_days_are_sealed(tmp_path: Path) 
     while not reader.at_end():
         archiver.turn(0.0, max_records=13)
     archiver.flush()
-    it = past(tmp_path, clock)
-    it.is_archived(ends)
+    phase = archive_phase(tmp_path, clock)
+    phase.is_archived(ends)
     clock.advance(5.0)
-    assert not it.is_archived(ends)
+    assert not phase.is_archived(ends)
     compactor = Compactor(
         Warehouse(tmp_path / "warehouse"), CompactorConfig(warehouse=str(tmp_path / "warehouse")), clock
     )
     assert all(compactor.seal(seal) for seal in compactor.due())
-    assert it.is_archived(ends)
-    found = it.archived()
+    assert phase.is_archived(ends)
+    found = phase.archived()
     assert (found.samples, found.days, found.archive_s) == (60, 3, 5.0) and 0 < found.sealed < found.files
 
 
@@ -100,26 +101,28 @@ def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    chosen = config(tmp_path, archived_until="2024-05-01", set=("controller.unit_records=100",))
-    options = stack_options(chosen, home)
+    replay_config = config(tmp_path, archived_until="2024-05-01", set=("controller.unit_records=100",))
+    options = stack_options(replay_config, home)
     assert options.num_archivers == 1
     assert options.overrides["controller"] == {
         "commit_interval_ms": 5000,
         "warehouse": str(home / "warehouse"),
         "unit_records": 100,
     }
-    kept = options_for_up(chosen, options, home).overrides
-    assert kept["controller"] == {"unit_records": 100}, "a model that is there begins nowhere"
+    saved_overrides = options_for_up(replay_config, options, home).overrides
+    assert saved_overrides["controller"] == {"unit_records": 100}, (
+        "a model that is already trained does not start in the warehouse"
+    )
     assert stack_options(config(tmp_path), home).num_archivers == 0
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"engine": "local", "archived_until": "2024-05-01"}, "'archived_until': expected --engine stack,"),
         ({"archived_until": "soon"}, "archived_until"),
     ],
 )
-def test_impossible_settings_are_rejected(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_impossible_settings_are_rejected(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config(tmp_path, **settings)

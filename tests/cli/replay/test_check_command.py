@@ -1,4 +1,4 @@
-"""`roostream check`: what is wrong with a log is told before anything is trained."""
+"""`roostream check` reports what is wrong with a log before anything is trained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ action = "click"
 """
 
 
-def shown(number: int, **more: Any) -> dict[str, Any]:
+def make_impression(number: int, **more: Any) -> dict[str, Any]:
     candidates = [{"item_id": i, "price": 2.0 * i} for i in range(1, 4)]
     return {
         "type": "impression",
@@ -43,7 +43,7 @@ def shown(number: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def done(number: int, seconds: int = 5, **more: Any) -> dict[str, Any]:
+def make_engagement(number: int, seconds: int = 5, **more: Any) -> dict[str, Any]:
     time_ms = T0 + 60_000 * number + 1000 * seconds
     ids = {"request_id": f"r{number}", "user_id": 1 + number % 3}
     return {"type": "engagement", **ids, "time": time_ms, "item_id": 2, "action": "click", **more}
@@ -62,7 +62,12 @@ def check(folder: Path, *lines: object, flags: tuple[str, ...] = ()) -> tuple[in
 
 
 def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    lines = [*(shown(n) for n in range(20)), *(done(n) for n in range(0, 20, 2)), done(0), done(3, 3600)]
+    lines = [
+        *(make_impression(n) for n in range(20)),
+        *(make_engagement(n) for n in range(0, 20, 2)),
+        make_engagement(0),
+        make_engagement(3, 3600),
+    ]
     code, report = check(tmp_path, *lines)
     assert code == 0 and report["errors"] == []
     counts = report["counts"]
@@ -73,26 +78,27 @@ def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.Ca
     assert report["warnings"] == [
         "1 engagements come after the join window and are not trained; a longer --window includes them"
     ]
-    told = capfd.readouterr().out
-    assert "closed by" in told and "nro price" in told
+    output = capfd.readouterr().out
+    assert "closed by" in output and "nro price" in output
 
 
 def test_check_finds_all_bad_lines_and_sets_the_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bad = [
-        shown(1, time=T0 // 1000),
+        make_impression(1, time=T0 // 1000),
         "{",
-        shown(2, candidates=[{"item_id": 1, "prize": 3}]),
-        shown(3, weight=-1),
+        make_impression(2, candidates=[{"item_id": 1, "prize": 3}]),
+        make_impression(3, weight=-1),
     ]
-    code, report = check(tmp_path, shown(0), *bad, done(0))
+    code, report = check(tmp_path, make_impression(0), *bad, make_engagement(0))
     assert code == 1 and report["counts"]["skipped_lines"] == 4
     for number, text in ((2, "seconds"), (3, "log.jsonl:3: "), (4, "did you mean 'price'"), (5, "weight")):
         assert any(f"log.jsonl:{number}: " in e and text in e for e in report["errors"])
-    told = "".join(capfd.readouterr().out.replace("│", "").split())  # cells are wrapped anywhere
-    assert told.count("log.jsonl:4:") == 1, "each line is shown once"
-    assert "--skip-bad" not in told, "an option that `check` does not have"
+    # A table cell may be wrapped at any character.
+    output = "".join(capfd.readouterr().out.replace("│", "").split())
+    assert output.count("log.jsonl:4:") == 1, "each bad line is shown once"
+    assert "--skip-bad" not in output, "`check` has no such option"
 
 
 def test_of_many_bad_lines_the_first_are_reported_and_the_rest_counted(tmp_path: Path) -> None:
@@ -104,8 +110,8 @@ def test_of_many_bad_lines_the_first_are_reported_and_the_rest_counted(tmp_path:
     )
 
 
-def test_an_id_in_its_other_form_is_hinted_at(tmp_path: Path) -> None:
-    code, report = check(tmp_path, shown(1), done(1, item_id="2"))
+def test_an_id_written_as_text_instead_of_a_number_is_hinted_at(tmp_path: Path) -> None:
+    code, report = check(tmp_path, make_impression(1), make_engagement(1, item_id="2"))
     assert code == 0 and report["counts"]["dead_letters"] == {"item_not_shown": 1}
     first = report["first_dead_letters"]["item_not_shown"]
     assert (

@@ -1,4 +1,5 @@
-"""Verdicts and reasons of replays of small logs, of which each has one fault."""
+"""The verdict of a replay report (is the model better than simple baselines?) and the likely reasons when it
+is not. Each test replays a small generated log that has one known fault."""
 
 from __future__ import annotations
 
@@ -58,11 +59,15 @@ USER = SCHEMA[SCHEMA.index("[[ro]]") : SCHEMA.index('[[ro]]\nname = "history"')]
 ITEM = SCHEMA[SCHEMA.index("[[nro]]") : SCHEMA.index('[[nro]]\nname = "price"')]
 TRANSFORM = SCHEMA[SCHEMA.index("[[transform]]") :]
 Line = dict[str, Any]
-Chance = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
+ClickProbability = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
 
 
-def log_of(num_requests: int, chance: Chance, num_candidates: int = 4, delay_ms: int = 10_000) -> list[Line]:
-    """A request every 20 s by one of 40 users; `chance(rng, items, prices)` of a click on each of them."""
+def make_log(
+    num_requests: int, click_probability: ClickProbability, num_candidates: int = 4, delay_ms: int = 10_000
+) -> list[Line]:
+    """Generate a log with a request every 20 s by one of 40 users. `click_probability(rng, items, prices)`
+    returns the probability of a click on each candidate.
+    """
     rng, lines = np.random.default_rng(0), list[Line]()
     for n in range(num_requests):
         items_n, prices_n = (
@@ -73,30 +78,32 @@ def log_of(num_requests: int, chance: Chance, num_candidates: int = 4, delay_ms:
         key: Line = {"request_id": f"r{n}", "user_id": user, "session_id": user}
         candidates = {"item_id": items_n.tolist(), "price": prices_n.tolist()}
         lines.append({**key, "type": "impression", "time": time_ms, "candidates": candidates})
-        clicked_n = rng.random(num_candidates) < chance(rng, items_n, prices_n)
+        clicked_n = rng.random(num_candidates) < click_probability(rng, items_n, prices_n)
         for item in items_n[clicked_n].tolist():
             click = {"type": "engagement", "time": time_ms + delay_ms, "item_id": item, "action": "click"}
             lines.append({**key, **click})
     return lines
 
 
-def at_random(rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray) -> np.ndarray:
+def clicks_at_random(rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray) -> np.ndarray:
     return np.full(len(items_n), 0.15)
 
 
-def by_item(rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray) -> np.ndarray:
-    """Three items are clicked, others never: the baseline `item` needs few requests to know."""
+def clicks_by_item(rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray) -> np.ndarray:
+    """Users click a few items often and the others hardly ever. The baseline `item` learns this in few
+    requests."""
     return np.where(items_n <= 5, 0.9, 0.01)
 
 
-def by_the_distance_of_the_price_from_0(
+def clicks_by_price_distance(
     rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray
 ) -> np.ndarray:
-    """No baseline knows it: it is no item, place, or linear function."""
+    """Users click extreme prices. No baseline can learn this: it depends on no item or place and is not
+    linear."""
     return np.where(np.abs(prices_n) > 1.2, 0.6, 0.02)
 
 
-def replayed(folder: Path, lines: list[Line], schema: str = SCHEMA, **settings: Any) -> Replayed:
+def replay_log(folder: Path, lines: list[Line], schema: str = SCHEMA, **settings: Any) -> Replayed:
     config = config_of(folder, lines, schema, **settings)
     assert run(config) == 0
     report = Path(config.report)
@@ -122,12 +129,12 @@ class Replayed(NamedTuple):
     report: dict[str, Any]
 
     def reasons(self, nearest: str = "item") -> set[str]:
-        """Names of all reasons."""
-        return {r.name for r in reasons_of(judged(nearest), load_schema(self.config.schema), *self)}
+        """Return the names of all reasons, not only of the likeliest."""
+        return {r.name for r in reasons_of(make_verdict(nearest), load_schema(self.config.schema), *self)}
 
 
-def judged(nearest: str, state: str = "behind") -> Verdict:
-    """A verdict whose both metrics are decided by one baseline."""
+def make_verdict(nearest: str, state: str = "behind") -> Verdict:
+    """Return a verdict in which one baseline decides both metrics."""
     baselines = {name: Baseline(value=0.6, difference=-0.1, low=-0.2, high=-0.05) for name in RULES}
     auc, ne = (
         Comparison(metric=m, state=state, requests=500, model=0.5, nearest=nearest, baselines=baselines)
@@ -137,38 +144,39 @@ def judged(nearest: str, state: str = "behind") -> Verdict:
 
 
 class Case(NamedTuple):
-    """A log, schema and settings."""
+    """A log to replay, with its schema and settings."""
 
     lines: list[Line]
     schema: str = SCHEMA
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-GOOD = Case(log_of(300, at_random))
+GOOD = Case(make_log(300, clicks_at_random))
 
 
-def changed(lines: list[Line], **keys: Any) -> list[Line]:
+def change_lines(lines: list[Line], **keys: Any) -> list[Line]:
     return [{**line, **keys} for line in lines]
 
 
-def spread(lines: list[Line], times: int) -> list[Line]:
-    """Requests `times` as far apart."""
+def spread_in_time(lines: list[Line], times: int) -> list[Line]:
+    """Multiply the time between requests by `times`."""
     return [{**line, "time": START_MS + times * (line["time"] - START_MS)} for line in lines]
 
 
-def prices(value: Callable[[int], list[float] | None]) -> list[Line]:
-    """The good log with other prices; None = the list has none."""
+def replace_prices(value: Callable[[int], list[float] | None]) -> list[Line]:
+    """Return the good log with the prices `value(line number)`; None removes the prices of a request."""
     lines = []
     for n, line in enumerate(GOOD.lines):
         if line["type"] == "impression":
-            given, shown = value(n), line["candidates"]["item_id"]
-            line = {**line, "candidates": {"item_id": shown, **({"price": given} if given else {})}}
+            new_prices, item_ids = value(n), line["candidates"]["item_id"]
+            new_candidates = {"item_id": item_ids, **({"price": new_prices} if new_prices else {})}
+            line = {**line, "candidates": new_candidates}
         lines.append(line)
     return lines
 
 
 def unknown_requests(lines: list[Line]) -> Iterator[Line]:
-    """One click in ten names a request that does not exist."""
+    """Let one click in ten name a request that does not exist."""
     clicks = 0
     for line in lines:
         clicks += line["type"] == "engagement"
@@ -178,67 +186,67 @@ def unknown_requests(lines: list[Line]) -> Iterator[Line]:
 
 FAULTS = {
     "labels_lost": Case([*unknown_requests(GOOD.lines)]),
-    "features_missing": Case(prices(lambda n: [1.0, 2.0, 3.0, 4.0] if n % 5 == 0 else None)),
-    "features_constant": Case(prices(lambda n: [7.0] * 4)),
+    "features_missing": Case(replace_prices(lambda n: [1.0, 2.0, 3.0, 4.0] if n % 5 == 0 else None)),
+    "features_constant": Case(replace_prices(lambda n: [7.0] * 4)),
     "frozen": Case(GOOD.lines, settings={"freeze_weights_at": str(START_MS + 3_000_000)}),
     "counted_action_missing": Case(GOOD.lines, SCHEMA + '\n[online]\nclick = "klick"\n'),
     "no_click_rates": Case(GOOD.lines, SCHEMA.replace('"ctr_1h"', '"views_1h"')),
-    "rates_forget": Case(spread(GOOD.lines, 60)),
+    "rates_forget": Case(spread_in_time(GOOD.lines, 60)),
     "rates_not_compared": Case(GOOD.lines, SCHEMA.replace(TRANSFORM, "")),
     "no_item_id": Case(GOOD.lines, SCHEMA.replace(ITEM, "")),
-    "no_user_in_log": Case(changed(GOOD.lines, user_id=0, session_id=0)),
+    "no_user_in_log": Case(change_lines(GOOD.lines, user_id=0, session_id=0)),
     "no_user_id": Case(GOOD.lines, SCHEMA.replace(USER, "").replace('"{item,user}"', "item")),
     "no_history": Case(GOOD.lines, SCHEMA.replace(HISTORY, "")),
     "batches_too_large": Case(GOOD.lines, settings={"set": ("worker.first_batch_requests=64",)}),
-    "prior_far_off": Case(log_of(300, lambda rng, items_n, prices_n: np.full(len(items_n), 0.6))),
+    "prior_far_off": Case(make_log(300, lambda rng, items_n, prices_n: np.full(len(items_n), 0.6))),
 }
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
-    return replayed(tmp_path_factory.mktemp("good"), GOOD.lines)
+def good_replay(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
+    return replay_log(tmp_path_factory.mktemp("good"), GOOD.lines)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_reason_is_found_in_a_log_with_its_fault_and_not_in_one_without(
-    fault: str, good: Replayed, tmp_path: Path
+    fault: str, good_replay: Replayed, tmp_path: Path
 ) -> None:
     case = FAULTS[fault]
-    assert good.reasons() == {"few_requests"}
-    assert replayed(tmp_path, case.lines, case.schema, **case.settings).reasons() == {"few_requests", fault}
+    assert good_replay.reasons() == {"few_requests"}
+    assert replay_log(tmp_path, case.lines, case.schema, **case.settings).reasons() == {"few_requests", fault}
 
 
 @pytest.mark.parametrize(
     ("nearest", "reason"), [("linear", "linear_is_better"), ("place", "positions_explain_clicks")]
 )
-def test_the_baseline_that_is_better_is_a_reason(nearest: str, reason: str, good: Replayed) -> None:
-    assert good.reasons(nearest) == {"few_requests", reason}
+def test_the_baseline_that_is_better_is_a_reason(nearest: str, reason: str, good_replay: Replayed) -> None:
+    assert good_replay.reasons(nearest) == {"few_requests", reason}
 
 
 def test_a_history_is_not_advised_where_no_request_has_a_user(tmp_path: Path) -> None:
-    lines = changed(GOOD.lines, user_id=0, session_id=0)
-    found = replayed(tmp_path, lines, SCHEMA.replace(HISTORY, ""))
+    lines = change_lines(GOOD.lines, user_id=0, session_id=0)
+    found = replay_log(tmp_path, lines, SCHEMA.replace(HISTORY, ""))
     assert found.reasons() == {"few_requests", "no_user_in_log"}
 
 
 def test_late_clicks_are_a_reason_for_a_longer_window(tmp_path: Path) -> None:
-    found = replayed(tmp_path, log_of(300, at_random, delay_ms=120_000), window_ms=60_000)
-    reason = likely_reasons(judged("item"), load_schema(found.config.schema), *found)[0]
+    found = replay_log(tmp_path, make_log(300, clicks_at_random, delay_ms=120_000), window_ms=60_000)
+    reason = likely_reasons(make_verdict("item"), load_schema(found.config.schema), *found)[0]
     assert reason.name == "labels_lost" and "100%" in reason.fact and "--window" in reason.change
 
 
-def test_requests_with_broken_numbers_are_a_reason(good: Replayed) -> None:
-    training = {**good.report["training"], "non_finite": 3}
-    assert "non_finite" in good._replace(report={**good.report, "training": training}).reasons()
+def test_requests_with_non_finite_results_are_a_reason(good_replay: Replayed) -> None:
+    training = {**good_replay.report["training"], "non_finite": 3}
+    assert "non_finite" in good_replay._replace(report={**good_replay.report, "training": training}).reasons()
 
 
-def test_no_reasons_are_given_to_a_model_that_is_ahead_and_at_most_three_else(tmp_path: Path) -> None:
+def test_only_a_model_that_is_behind_gets_reasons_and_at_most_three(tmp_path: Path) -> None:
     schema = SCHEMA.replace(HISTORY, "").replace(USER, "").replace('"{item,user}"', "item")
-    found = replayed(tmp_path, GOOD.lines, schema.replace(TRANSFORM, ""))
+    found = replay_log(tmp_path, GOOD.lines, schema.replace(TRANSFORM, ""))
     loaded = load_schema(found.config.schema)
-    assert likely_reasons(judged("item", "ahead"), loaded, *found) == []
-    assert likely_reasons(judged("item", "unknown"), loaded, *found) == []
-    assert len(likely_reasons(judged("item"), loaded, *found)) == MAX_REASONS
+    assert likely_reasons(make_verdict("item", "ahead"), loaded, *found) == []
+    assert likely_reasons(make_verdict("item", "unknown"), loaded, *found) == []
+    assert len(likely_reasons(make_verdict("item"), loaded, *found)) == MAX_REASONS
     assert len(found.reasons()) > MAX_REASONS
 
 
@@ -247,7 +255,7 @@ def test_a_model_with_less_than_a_baseline_knows_is_behind_with_a_warning(tmp_pa
     schema = schema.replace('[[nro]]\nonline = "ctr_1h"\n', "").replace(
         '[tables."{item,user}"]\ndim = 4\n', ""
     )
-    report = replayed(tmp_path, log_of(500, by_item), schema, report=str(tmp_path)).report
+    report = replay_log(tmp_path, make_log(500, clicks_by_item), schema, report=str(tmp_path)).report
     verdict = report["verdict"]
     assert verdict["state"] == verdict["request_auc"]["state"] == "behind"
     assert verdict["sentence"].startswith(f"behind {verdict['request_auc']['nearest']!r} by ")
@@ -261,8 +269,8 @@ def test_a_model_with_less_than_a_baseline_knows_is_behind_with_a_warning(tmp_pa
     assert all(r["fact"] in page and r["change"] in page for r in verdict["likely_reasons"])
 
 
-def test_a_log_of_chance_is_undecided_without_a_warning(tmp_path: Path) -> None:
-    report = replayed(tmp_path, log_of(700, at_random)).report
+def test_a_log_of_random_clicks_is_undecided_without_a_warning(tmp_path: Path) -> None:
+    report = replay_log(tmp_path, make_log(700, clicks_at_random)).report
     auc = report["verdict"]["request_auc"]
     assert (
         auc["state"] == "undecided" and auc["baselines"]["item"]["low"] < 0 < auc["baselines"]["item"]["high"]
@@ -272,8 +280,8 @@ def test_a_log_of_chance_is_undecided_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_knows_more_is_ahead_without_a_warning_or_reason(tmp_path: Path) -> None:
-    lines = log_of(5200, by_the_distance_of_the_price_from_0)
-    found = replayed(tmp_path, lines, set=("worker.learning_rate=0.005",))
+    lines = make_log(5200, clicks_by_price_distance)
+    found = replay_log(tmp_path, lines, set=("worker.learning_rate=0.005",))
     report = found.report
     verdict = report["verdict"]
     assert verdict["state"] == verdict["request_auc"]["state"] == verdict["ne"]["state"] == "ahead"

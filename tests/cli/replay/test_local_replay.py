@@ -1,4 +1,4 @@
-"""Whole replays in this process: the real joiner, training loop and shards."""
+"""Complete replays with `--engine local`: the real joiner, training loop and shards in this process."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ threshold = 30.0
 """
 
 
-def week(folder: Path, num_requests: int = 120) -> dict[str, Any]:
-    """A small log in EB-NeRD's form: 12 users, two days, one click or none a request."""
+def write_week_log(folder: Path, num_requests: int = 120) -> dict[str, Any]:
+    """Write a small log in EB-NeRD's format: 12 users, two days, at most one click per request."""
     rng = np.random.default_rng(0)
     shown = [rng.choice(40, size=rng.integers(2, 8), replace=False).tolist() for _ in range(num_requests)]
     table = {
@@ -98,21 +98,21 @@ def replay(folder: Path, data: Path | None = None, **settings: Any) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def news(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the log of `week`."""
+def news_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the log of `write_week_log`."""
     folder = tmp_path_factory.mktemp("news")
-    week(folder)
+    write_week_log(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def first(news: Path) -> dict[str, Any]:
-    """The report of a replay of that log."""
-    return replay(news, measure_from="2023-05-19")
+def first_report(news_folder: Path) -> dict[str, Any]:
+    """The report of a replay of that log with default settings."""
+    return replay(news_folder, measure_from="2023-05-19")
 
 
-def test_every_event_of_a_log_is_accounted_for(first: dict[str, Any], tmp_path: Path) -> None:
-    expected, report = week(tmp_path), first
+def test_every_event_of_a_log_is_accounted_for(first_report: dict[str, Any], tmp_path: Path) -> None:
+    expected, report = write_week_log(tmp_path), first_report
     counts = report["counts"]
     assert report["accounted"]
     assert counts["requests"] == counts["samples"] == counts["predicted"] == 120
@@ -123,8 +123,8 @@ def test_every_event_of_a_log_is_accounted_for(first: dict[str, Any], tmp_path: 
     assert counts["pending"] == counts["duplicates"] == counts["corrections"] == counts["untrained"] == 0
 
 
-def test_a_report_has_stable_keys(first: dict[str, Any]) -> None:
-    report = first
+def test_a_report_has_stable_keys(first_report: dict[str, Any]) -> None:
+    report = first_report
     assert {"counts", "accounted", "metrics", "wall_s", "features_digest", "settings", "warnings"} <= set(
         report
     )
@@ -150,18 +150,21 @@ def test_a_report_has_stable_keys(first: dict[str, Any]) -> None:
     assert points == [(32, 32), (64, 32), (96, 32), (120, 24)]
 
 
-def test_the_same_log_has_the_same_features_and_a_label_delay_others(
-    news: Path, first: dict[str, Any]
+def test_features_depend_only_on_the_log_and_the_label_delay(
+    news_folder: Path, first_report: dict[str, Any]
 ) -> None:
-    again, delayed = replay(news, seed=7, batch_requests=16), replay(news, label_delay_ms=3_600_000)
-    frozen = replay(news, freeze_at="2023-05-19")
-    assert first["features_digest"] == again["features_digest"]
-    assert len({r["features_digest"] for r in (first, delayed, frozen)}) == 3
-    assert delayed["accounted"] and delayed["counts"] == first["counts"]
+    again, delayed = (
+        replay(news_folder, seed=7, batch_requests=16),
+        replay(news_folder, label_delay_ms=3_600_000),
+    )
+    frozen = replay(news_folder, freeze_at="2023-05-19")
+    assert first_report["features_digest"] == again["features_digest"]
+    assert len({r["features_digest"] for r in (first_report, delayed, frozen)}) == 3
+    assert delayed["accounted"] and delayed["counts"] == first_report["counts"]
 
 
 def config_of(folder: Path, log: str, schema: str = SCHEMA) -> ReplayConfig:
-    """A replay of the text of a log."""
+    """Return the settings of a replay of a log given as text."""
     (folder / "log.jsonl").write_text(log)
     (folder / "schema.toml").write_text(schema)
     return ReplayConfig(
@@ -177,24 +180,27 @@ def write_log(folder: Path, *lines: dict[str, Any]) -> ReplayConfig:
     return config_of(folder, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-KEY, T0 = {"request_id": "r", "user_id": 5}, 1_700_000_000_000
-SHOWN = {**KEY, "type": "impression", "time": T0, "candidates": [{"item_id": 1}]}
-DONE = {**KEY, "type": "engagement", "time": T0 + 1000, "item_id": 1, "action": "[/b]"}
+REQUEST_KEY, T0 = {"request_id": "r", "user_id": 5}, 1_700_000_000_000
+IMPRESSION = {**REQUEST_KEY, "type": "impression", "time": T0, "candidates": [{"item_id": 1}]}
+ENGAGEMENT = {**REQUEST_KEY, "type": "engagement", "time": T0 + 1000, "item_id": 1, "action": "[/b]"}
 
 
-def test_markup_and_control_characters_of_a_log_end_nothing_and_colour_nothing(
+def test_markup_and_control_characters_of_a_log_are_printed_as_text(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(write_log(tmp_path, SHOWN, DONE, DONE | {"action": "[red]\x1b[31mx"})) == 0
-    told = capfd.readouterr().out
-    assert "[/b] 1" in told and "[red]" in told and "\x1b" not in told
+    assert run(write_log(tmp_path, IMPRESSION, ENGAGEMENT, ENGAGEMENT | {"action": "[red]\x1b[31mx"})) == 0
+    output = capfd.readouterr().out
+    assert "[/b] 1" in output and "[red]" in output and "\x1b" not in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["log"]["actions"] == {"[/b]": 1, "[red][31mx": 1}
     assert any("'[/b]' (1)" in warning for warning in report["warnings"])
 
 
 def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> None:
-    assert run(write_log(tmp_path, SHOWN, DONE | {"action": "click"}, DONE | {"action": "<b>"})) == 0
+    assert (
+        run(write_log(tmp_path, IMPRESSION, ENGAGEMENT | {"action": "click"}, ENGAGEMENT | {"action": "<b>"}))
+        == 0
+    )
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 2 and "&lt;b&gt;" in page and "<b>" not in page
     assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
@@ -205,18 +211,25 @@ def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> Non
 
 def test_the_first_dead_letter_of_each_reason_names_its_line(tmp_path: Path) -> None:
     assert (
-        run(write_log(tmp_path, SHOWN, DONE | {"item_id": 7, "action": "click"}, DONE | {"request_id": "no"}))
+        run(
+            write_log(
+                tmp_path,
+                IMPRESSION,
+                ENGAGEMENT | {"item_id": 7, "action": "click"},
+                ENGAGEMENT | {"request_id": "no"},
+            )
+        )
         == 0
     )
-    first = json.loads((tmp_path / "out" / "report.json").read_text())["first_dead_letters"]
+    first_report = json.loads((tmp_path / "out" / "report.json").read_text())["first_dead_letters"]
     assert (
-        first["item_not_shown"]["where"].endswith("log.jsonl:2")
-        and "did not show item 7" in first["item_not_shown"]["error"]
+        first_report["item_not_shown"]["where"].endswith("log.jsonl:2")
+        and "did not show item 7" in first_report["item_not_shown"]["error"]
     )
-    assert first["no_request"]["where"].endswith("log.jsonl:3")
+    assert first_report["no_request"]["where"].endswith("log.jsonl:3")
 
 
-@pytest.mark.parametrize("lines", [[], [DONE]])
+@pytest.mark.parametrize("lines", [[], [ENGAGEMENT]])
 def test_a_log_without_impressions_is_rejected(
     tmp_path: Path, lines: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,12 +237,14 @@ def test_a_log_without_impressions_is_rejected(
     assert "at least one usable impression" in capfd.readouterr().err
 
 
-def test_frozen_weights_score_and_do_not_learn(news: Path, first: dict[str, Any]) -> None:
-    frozen = replay(news, freeze_weights_at="2023-05-18", as_served=True)
-    assert frozen["features_digest"] == first["features_digest"]
+def test_frozen_weights_score_and_do_not_learn(news_folder: Path, first_report: dict[str, Any]) -> None:
+    frozen = replay(news_folder, freeze_weights_at="2023-05-18", as_served=True)
+    assert frozen["features_digest"] == first_report["features_digest"]
     assert frozen["accounted"] and frozen["counts"]["predicted"] == 120
-    assert frozen["metrics"]["overall"]["ne"] != first["metrics"]["overall"]["ne"]
-    assert frozen["metrics_as_served"]["overall"] == frozen["metrics"]["overall"], "no label is known earlier"
+    assert frozen["metrics"]["overall"]["ne"] != first_report["metrics"]["overall"]["ne"]
+    assert frozen["metrics_as_served"]["overall"] == frozen["metrics"]["overall"], (
+        "with frozen weights, the time at which labels arrive makes no difference"
+    )
 
 
 def test_the_documented_jsonl_log_is_replayed(tmp_path: Path) -> None:
@@ -244,14 +259,14 @@ def test_the_documented_jsonl_log_is_replayed(tmp_path: Path) -> None:
 def test_bad_input_ends_in_one_sentence_and_exit_code_2(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    week(tmp_path)
+    write_week_log(tmp_path)
     (tmp_path / "history.parquet").write_text("not parquet")
     config = ReplayConfig(
         dataset="ebnerd", options=options_of(tmp_path), schema=str(tmp_path / "schema.toml"), engine="local"
     )
     assert run(config) == 2
-    told = capfd.readouterr().err
-    assert "history.parquet: expected a" in told and "Traceback" not in told
+    output = capfd.readouterr().err
+    assert "history.parquet: expected a" in output and "Traceback" not in output
 
 
 @pytest.mark.skipif(
@@ -264,25 +279,25 @@ def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> N
     assert (counts["samples"], counts["actions"]["click"], counts["predicted"]) == (1046, 1047, 1046)
 
 
-# labels that come late
+# Tests of labels that come late
 
 
 def test_as_served_scores_are_worse_and_cover_the_same_requests(
-    first: dict[str, Any], tmp_path: Path
+    first_report: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = week(tmp_path)
+    expected = write_week_log(tmp_path)
     report = replay(tmp_path, as_served=True, measure_from="2023-05-19")
     served, trained = report["metrics_as_served"], report["metrics"]
-    for when in ("overall", "measured"):
+    for period in ("overall", "measured"):
         for name in ("requests", "candidates", "base_rate"):
-            assert served[when][name] == trained[when][name], "the same candidates and labels"
+            assert served[period][name] == trained[period][name], "the same candidates and labels"
     assert served["overall"]["candidates"] == expected["candidates"]
-    assert served["overall"]["ne"] != trained["overall"]["ne"] and "metrics_as_served" not in first
+    assert served["overall"]["ne"] != trained["overall"]["ne"] and "metrics_as_served" not in first_report
 
 
-def test_an_early_close_is_put_right_by_corrections_and_every_event_is_accounted_for(tmp_path: Path) -> None:
-    expected = week(tmp_path)
-    whole = replay(tmp_path, as_served=True, engagement_delay_ms=300_000)
+def test_corrections_complete_requests_that_close_early_and_no_event_is_lost(tmp_path: Path) -> None:
+    expected = write_week_log(tmp_path)
+    on_time = replay(tmp_path, as_served=True, engagement_delay_ms=300_000)
     early = replay(tmp_path, as_served=True, engagement_delay_ms=300_000, early_close_ms=60_000)
     counts = early["counts"]
     assert counts["closed_by"] == {"early": 120} and counts["samples"] == counts["predicted"] == 120
@@ -290,15 +305,17 @@ def test_an_early_close_is_put_right_by_corrections_and_every_event_is_accounted
         counts["folded"] + counts["corrected"] == counts["engagements"] == 2 * expected["clicks"]
         and counts["folded"] > 0
     )
-    assert early["training"]["corrections"] > 0 == whole["training"]["corrections"]
-    assert early["positives"] == whole["positives"] and early["features_digest"] == whole["features_digest"]
-    labels = [r["metrics_as_served"]["overall"]["tasks"]["click"]["base_rate"] for r in (early, whole)]
+    assert early["training"]["corrections"] > 0 == on_time["training"]["corrections"]
+    assert (
+        early["positives"] == on_time["positives"] and early["features_digest"] == on_time["features_digest"]
+    )
+    labels = [r["metrics_as_served"]["overall"]["tasks"]["click"]["base_rate"] for r in (early, on_time)]
     assert labels[0] == labels[1] > early["metrics"]["overall"]["base_rate"], (
-        "in the end the labels are the same"
+        "after all corrections, the labels are the same"
     )
 
 
-def test_scores_as_served_are_of_the_local_engine(tmp_path: Path) -> None:
-    week(tmp_path)
+def test_scores_as_served_need_the_local_engine(tmp_path: Path) -> None:
+    write_week_log(tmp_path)
     with pytest.raises(RoostreamError, match="'as_served': expected --engine local"):
         ReplayConfig(dataset="ebnerd", options=options_of(tmp_path), as_served=True)

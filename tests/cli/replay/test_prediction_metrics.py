@@ -1,3 +1,5 @@
+"""Metrics of a replay through a stack, computed from the `predictions` topic."""
+
 from __future__ import annotations
 
 import pytest
@@ -37,7 +39,7 @@ def test_each_request_counts_once_overall_by_day_and_from_the_time_measured_from
     }
 
 
-def test_many_requests_are_counted_in_batches_as_one_by_one() -> None:
+def test_requests_counted_in_batches_give_the_same_metrics() -> None:
     metrics = PredictionMetrics(("click", "long_read"))
     for k in range(1200):
         metrics.add(prediction(k, k, [0.5, 0.4, 0.2, 0.1, 0.3, 0.2], [1, 0, 0, 0, 0, 0], tasks=2))
@@ -53,10 +55,10 @@ def test_an_amount_has_an_error_in_its_unit_overall_and_by_day() -> None:
     metrics = PredictionMetrics(("click", "read_s"), scale_T=(0.0, 60.0))
     metrics.add(prediction(1, DAY, [0.5, 0.25, 0.5, 0.75], [1, 20, 0, 100], tasks=2))
     report = metrics.report()
-    told = (61**0.25 - 1, 61**0.75 - 1)
+    predicted_s = (61**0.25 - 1, 61**0.75 - 1)
     overall = report["overall"]
     assert isinstance(overall, dict)
     assert overall["tasks"]["read_s"]["mae"] == pytest.approx(
-        (abs(told[0] - 20) + abs(told[1] - 60)) / 2, rel=1e-6
+        (abs(predicted_s[0] - 20) + abs(predicted_s[1] - 60)) / 2, rel=1e-6
     )
     assert "mae" not in overall["tasks"]["click"]

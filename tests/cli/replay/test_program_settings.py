@@ -1,3 +1,5 @@
+"""How flags and `--set` assignments of a replay become settings of the programs."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -43,36 +45,36 @@ def test_flags_and_assignments_reach_the_programs() -> None:
     assert found.worker == worker and found.model == {"width": 32}
 
 
-def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
+def worker_settings_of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
     file = tmp_path / "behaviors.parquet"
     file.touch()
-    given = {
+    settings_of_replay = {
         "dataset": "ebnerd",
         "options": ebnerd.Options(behaviors=(str(file),)),
         "set": sets,
         "engine": "stack",
         **settings,
     }
-    return program_settings(ReplayConfig(**given)).worker
+    return program_settings(ReplayConfig(**settings_of_replay)).worker
 
 
 def test_a_replay_enables_rehearsal_unless_settings_exclude_it(
     tmp_path: Path,
 ) -> None:
     assert (
-        of_news(tmp_path)["rehearsal"]
+        worker_settings_of_news(tmp_path)["rehearsal"]
         == RehearsalConfig(batches=200)
-        == of_news(tmp_path, "worker.average_steps=0")["rehearsal"]
+        == worker_settings_of_news(tmp_path, "worker.average_steps=0")["rehearsal"]
     )
-    assert of_news(tmp_path, "worker.rehearsal={batches=7}")["rehearsal"].batches == 7
-    for said in (
+    assert worker_settings_of_news(tmp_path, "worker.rehearsal={batches=7}")["rehearsal"].batches == 7
+    for assignment in (
         "worker.corrections=on",
         "worker.staleness=1",
         "worker.deferral={share=0.5}",
         "controller.num_workers=2",
     ):
-        assert "rehearsal" not in of_news(tmp_path, said), said
-    assert "rehearsal" not in of_news(tmp_path, early_close_ms=60_000, window_ms=1_800_000)
+        assert "rehearsal" not in worker_settings_of_news(tmp_path, assignment), assignment
+    assert "rehearsal" not in worker_settings_of_news(tmp_path, early_close_ms=60_000, window_ms=1_800_000)
 
 
 def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_path: Path) -> None:
@@ -114,12 +116,12 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
         ("worker.exact=true", "--engine local has no such"),
     ],
 )
-def test_an_assignment_that_cannot_be_is_reported(text: str, message: str) -> None:
+def test_an_invalid_assignment_is_reported(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         program_settings(config(text))
 
 
-def test_a_stack_has_more_parts() -> None:
+def test_a_stack_takes_settings_of_more_programs() -> None:
     found = program_settings(config("controller.commit_interval=1s", "worker.exact=true", engine="stack"))
     assert found.others == {"controller": {"commit_interval_ms": 1000}} and found.worker["exact"] is True
 

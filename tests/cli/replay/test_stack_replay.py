@@ -1,4 +1,4 @@
-"""A replay through a stack of its own gives what a replay in one process gives."""
+"""A replay with `--engine stack` (all programs of a stack) gives the same results as `--engine local`."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ DOCUMENTED = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data
 
 
 def config(folder: Path, **settings: Any) -> ReplayConfig:
-    """The log and the schema of the documentation."""
+    """Return the settings of a replay of the documentation's log and schema."""
     page = DOCUMENTED.read_text()
     for language in ("jsonl", "toml"):
         (folder / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
-    given = {
+    defaults = {
         "dataset": "jsonl",
         "options": jsonl.Options(log=(str(folder / "shop.jsonl"),)),
         "schema": str(folder / "shop.toml"),
     }
-    return ReplayConfig(**{**given, **settings})
+    return ReplayConfig(**{**defaults, **settings})
 
 
 def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
-    chosen = config(tmp_path, window_ms=60_000, lateness_ms=500)
-    options = stack_options(chosen, tmp_path)
-    assert options.replay and options.overrides["joiner"] == joiner_settings(chosen)
-    rules = JoinerConfig(**joiner_settings(chosen)).rules
+    replay_config = config(tmp_path, window_ms=60_000, lateness_ms=500)
+    options = stack_options(replay_config, tmp_path)
+    assert options.replay and options.overrides["joiner"] == joiner_settings(replay_config)
+    rules = JoinerConfig(**joiner_settings(replay_config)).rules
     assert (rules.window_ms, rules.late_horizon_ms) == (60_000, 600_000)
 
 
-def test_a_changed_model_is_a_file_of_the_home(tmp_path: Path) -> None:
-    chosen = config(tmp_path, set=("model.width=32", "shard.publish_interval=1s"))
-    overrides = stack_options(chosen, tmp_path / "home").overrides
+def test_changed_model_settings_are_written_to_the_home(tmp_path: Path) -> None:
+    replay_config = config(tmp_path, set=("model.width=32", "shard.publish_interval=1s"))
+    overrides = stack_options(replay_config, tmp_path / "home").overrides
     assert Path(overrides["worker"]["model"]).read_text() == "width = 32\n"
     assert overrides["shard"] == {"publish_interval_ms": 1000} and overrides["controller"] == {
         "commit_interval_ms": 5000
     }
 
 
-def test_a_kept_home_continues_with_the_same_but_live_bounds(tmp_path: Path) -> None:
-    chosen = config(
+def test_a_kept_home_continues_with_the_settings_of_the_replay_but_default_limits(tmp_path: Path) -> None:
+    replay_config = config(
         tmp_path,
         window_ms=60_000,
         freeze_weights_at="2024-05-01",
@@ -60,7 +60,7 @@ def test_a_kept_home_continues_with_the_same_but_live_bounds(tmp_path: Path) -> 
     )
     home = tmp_path / "home"
     home.mkdir()
-    found = options_for_up(chosen, stack_options(chosen, home), home)
+    found = options_for_up(replay_config, stack_options(replay_config, home), home)
     assert (
         found.schema == home / "schema.toml"
         and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
@@ -73,7 +73,7 @@ def test_a_kept_home_continues_with_the_same_but_live_bounds(tmp_path: Path) -> 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
+def test_the_stack_and_the_local_engine_give_the_same_counts_and_features(tmp_path: Path) -> None:
     reports = {}
     for engine in ("local", "stack"):
         report = tmp_path / f"{engine}.json"
@@ -84,9 +84,9 @@ def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
     assert reports["stack"]["features_digest"] == reports["local"]["features_digest"]
 
 
-def test_a_file_of_a_model_of_a_user_is_found_from_the_home_s_toml(tmp_path: Path) -> None:
+def test_a_custom_models_file_is_found_from_the_homes_model_file(tmp_path: Path) -> None:
     model = tmp_path / "model.toml"
     model.write_text('kind = "shop.py:build"\nwidth = 3\n')
-    chosen = config(tmp_path, model=(str(model),), set=("model.width=5",))
-    written = read_toml(stack_options(chosen, tmp_path / "home").overrides["worker"]["model"])
+    replay_config = config(tmp_path, model=(str(model),), set=("model.width=5",))
+    written = read_toml(stack_options(replay_config, tmp_path / "home").overrides["worker"]["model"])
     assert written.raw == {"kind": str(tmp_path / "shop.py:build"), "width": 5}

@@ -1,4 +1,5 @@
-"""Train on a window of event time, evaluate on the next: the windows, and whole replays with them."""
+"""`--streaming-window`: a replay trains on one window of event time and is evaluated on the next. Tests of
+the windows, and complete replays with them."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from roostream.errors import ConfigError
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from tests.cli.replay.test_local_replay import options_of, replay, week
+from tests.cli.replay.test_local_replay import options_of, replay, write_week_log
 
 DAY_MS, SECOND_MS = 86_400_000, 1000
 
 
 @pytest.fixture(scope="module")
-def news(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def news_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("news")
-    week(folder)
+    write_week_log(folder)
     (folder / "small.toml").write_text("width = 8\n")
     return folder
 
@@ -33,25 +34,25 @@ def sample(time_ms: int, close_ms: int) -> Record:
     return Record("samples", 0, 0, close_ms, b"", wire.encode(wire.SAMPLE, message))
 
 
-def shown(windows: list[Window]) -> list[tuple[int, int, int, list[int]]]:
-    """Number, begin, end and close times of each window."""
+def summaries(windows: list[Window]) -> list[tuple[int, int, int, list[int]]]:
+    """Return number, begin, end and close times of each window."""
     return [(w.number, w.begin_ms, w.end_ms, [r.timestamp_ms for r in w.records]) for w in windows]
 
 
 def test_a_window_is_complete_when_all_its_requests_must_have_closed() -> None:
     windows = SampleWindows(length_ms=100, join_window_ms=30)
     assert windows.add(sample(1000, 1030)) == []
-    assert windows.add(sample(1100, 1110)) == [], "of the next window, closed early"
+    assert windows.add(sample(1100, 1110)) == [], "this sample closed early and is of the next window"
     assert windows.add(sample(1099, 1129)) == []
-    assert shown(windows.add(sample(1101, 1130))) == [(0, 1000, 1100, [1030, 1129])]
-    assert shown(windows.take_remaining()) == [(1, 1100, 1200, [1110, 1130])]
+    assert summaries(windows.add(sample(1101, 1130))) == [(0, 1000, 1100, [1030, 1129])]
+    assert summaries(windows.take_remaining()) == [(1, 1100, 1200, [1110, 1130])]
 
 
 def test_windows_without_requests_are_left_out_and_keep_their_numbers() -> None:
     windows = SampleWindows(length_ms=100, join_window_ms=30)
     assert windows.add(sample(1000, 1030)) == []
-    assert shown(windows.add(sample(1350, 1380))) == [(0, 1000, 1100, [1030])]
-    assert shown(windows.take_remaining()) == [(3, 1300, 1400, [1380])]
+    assert summaries(windows.add(sample(1350, 1380))) == [(0, 1000, 1100, [1030])]
+    assert summaries(windows.take_remaining()) == [(3, 1300, 1400, [1380])]
 
 
 def test_a_sample_that_closes_after_its_window_belongs_to_the_oldest_open_one() -> None:
@@ -59,14 +60,16 @@ def test_a_sample_that_closes_after_its_window_belongs_to_the_oldest_open_one() 
     assert windows.add(sample(1000, 1030)) == []
     assert len(windows.add(sample(1110, 1140))) == 1
     assert windows.add(sample(1090, 1150)) == []
-    assert shown(windows.take_remaining()) == [(1, 1100, 1200, [1140, 1150])]
+    assert summaries(windows.take_remaining()) == [(1, 1100, 1200, [1140, 1150])]
 
 
-def test_a_window_is_scored_with_the_weights_trained_before_it(news: Path) -> None:
-    """Oracle: the same log with weights that are frozen when the second window begins."""
-    streaming = replay(news, streaming_window_ms=DAY_MS)["streaming"]
+def test_a_window_is_scored_with_the_weights_trained_before_it(news_folder: Path) -> None:
+    """The second window has the metrics of a replay whose weights are frozen when that window begins."""
+    streaming = replay(news_folder, streaming_window_ms=DAY_MS)["streaming"]
     (second,) = streaming["windows"]
-    frozen = replay(news, freeze_weights_at=str(second["begin_ms"]), measure_from=str(second["begin_ms"]))
+    frozen = replay(
+        news_folder, freeze_weights_at=str(second["begin_ms"]), measure_from=str(second["begin_ms"])
+    )
     assert second["window"] == 1 and second["requests"] > 30
     assert second["trained_requests"] + second["requests"] == 120
     expected = frozen["metrics"]["measured"]
@@ -75,18 +78,18 @@ def test_a_window_is_scored_with_the_weights_trained_before_it(news: Path) -> No
         assert second["tasks"]["click"][name] == pytest.approx(expected["tasks"]["click"][name], rel=1e-5)
 
 
-def test_windows_of_one_request_are_scored_as_in_progressive_validation(news: Path) -> None:
-    report = replay(news, streaming_window_ms=SECOND_MS, batch_requests=1)
+def test_windows_of_one_request_are_scored_as_in_progressive_validation(news_folder: Path) -> None:
+    report = replay(news_folder, streaming_window_ms=SECOND_MS, batch_requests=1)
     windows = report["streaming"]["windows"]
     assert 100 < len(windows) < 120, "some requests share a second, and the first is not evaluated"
-    one_by_one = replay(news, batch_requests=1, measure_from=str(windows[0]["first_ms"]))
+    one_by_one = replay(news_folder, batch_requests=1, measure_from=str(windows[0]["first_ms"]))
     together, measured = report["streaming"]["overall"], one_by_one["metrics"]["measured"]
     assert together["requests"] == measured["requests"]
     assert together["ne"] == pytest.approx(measured["ne"], rel=0.01)
 
 
-def test_everything_is_trained_and_accounted_for_and_windows_are_averaged(news: Path) -> None:
-    report = replay(news, streaming_window_ms=DAY_MS // 4)
+def test_everything_is_trained_and_accounted_for_and_windows_are_averaged(news_folder: Path) -> None:
+    report = replay(news_folder, streaming_window_ms=DAY_MS // 4)
     counts, streaming = report["counts"], report["streaming"]
     assert report["accounted"] and counts["predicted"] == counts["samples"] == 120
     windows = streaming["windows"]
@@ -101,12 +104,12 @@ def test_everything_is_trained_and_accounted_for_and_windows_are_averaged(news: 
     assert len(re.findall(r"<td>window \d from ", page)) == 7 and "mean of the windows" in page
 
 
-def test_each_of_several_models_is_evaluated(news: Path, tmp_path: Path) -> None:
+def test_each_of_several_models_is_evaluated(news_folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("width = 16\n")
-    small = str(news / "small.toml")
-    both = replay(news, streaming_window_ms=DAY_MS, model=(small, str(other)))
-    alone = replay(news, streaming_window_ms=DAY_MS, model=(str(other),))
+    small = str(news_folder / "small.toml")
+    both = replay(news_folder, streaming_window_ms=DAY_MS, model=(small, str(other)))
+    alone = replay(news_folder, streaming_window_ms=DAY_MS, model=(str(other),))
     first, second = (model["streaming"] for model in both["models"])
     assert first == both["streaming"] != second and second == alone["streaming"]
 
@@ -119,8 +122,8 @@ def test_each_of_several_models_is_evaluated(news: Path, tmp_path: Path) -> None
         ({"early_close_ms": 1}, "expected --streaming-window or --early-close, got both"),
     ],
 )
-def test_settings_that_change_what_is_scored_when_are_rejected(
-    news: Path, settings: dict[str, Any], message: str
+def test_settings_that_change_when_requests_are_scored_are_rejected(
+    news_folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        replay(news, options=options_of(news), streaming_window_ms=DAY_MS, **settings)
+        replay(news_folder, options=options_of(news_folder), streaming_window_ms=DAY_MS, **settings)

@@ -1,5 +1,5 @@
-"""A warehouse is replayed as the log was that it came from: the same features, batches, weights and
-metrics."""
+"""A replay of a warehouse gives the same features, batches, weights and metrics as a replay of the log from
+which the warehouse was made."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from roostream.warehouse.sessions.sample_table import SampleTable, session_recor
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import roo_pb2 as pb
-from tests.cli.replay.test_local_replay import options_of, replay, week
+from tests.cli.replay.test_local_replay import options_of, replay, write_week_log
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log, and the warehouse that holds it."""
+    """A folder with a log and the warehouse made from it."""
     folder = tmp_path_factory.mktemp("week")
-    week(folder)
+    write_week_log(folder)
     config = ReplayConfig(
         dataset="ebnerd", options=options_of(folder), schema=str(folder / "schema.toml"), engine="local"
     )
@@ -50,7 +50,7 @@ def config_of(folder: Path, days: str = "", stored_order_until: str = "") -> Rep
         schema=str(folder / "schema.toml"),
         engine="local",
         report=str(folder / "of_table.json"),
-        # As the log's own replay has by itself.
+        # The defaults of a replay of an EB-NeRD log.
         set=(
             "worker.rehearsal={batches=200}",
             "model.list_layers=2",
@@ -61,19 +61,19 @@ def config_of(folder: Path, days: str = "", stored_order_until: str = "") -> Rep
     )
 
 
-def of_table(folder: Path, days: str = "", stored_order_until: str = "") -> dict[str, Any]:
+def replay_warehouse(folder: Path, days: str = "", stored_order_until: str = "") -> dict[str, Any]:
     assert run(config_of(folder, days, stored_order_until)) == 0
     return json.loads((folder / "of_table.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, Any]:
+def full_report(folder: Path) -> dict[str, Any]:
     """The report of a replay of the warehouse."""
-    return of_table(folder)
+    return replay_warehouse(folder)
 
 
 def test_a_replay_of_files_equals_a_replay_of_the_log(
-    folder: Path, whole: dict[str, Any], tmp_path: Path
+    folder: Path, full_report: dict[str, Any], tmp_path: Path
 ) -> None:
     sealed = tmp_path / "sealed"
     shutil.copytree(folder, sealed)
@@ -82,24 +82,24 @@ def test_a_replay_of_files_equals_a_replay_of_the_log(
     )
     assert sum(compactor.seal(seal) for seal in compactor.due()) > 3
     of_log = replay(folder)
-    for ours, place in ((whole, folder), (of_table(sealed), sealed)):
+    for report, source in ((full_report, folder), (replay_warehouse(sealed), sealed)):
         for key in ("features_digest", "metrics", "baselines", "positives", "training"):
-            assert ours[key] == of_log[key], key
-        assert ours["counts"]["samples"] == ours["counts"]["predicted"] == 120 and ours["accounted"]
-        assert ours["warnings"] == [] and ours["settings"]["options"]["warehouse"] == str(place / "w")
+            assert report[key] == of_log[key], key
+        assert report["counts"]["samples"] == report["counts"]["predicted"] == 120 and report["accounted"]
+        assert report["warnings"] == [] and report["settings"]["options"]["warehouse"] == str(source / "w")
 
 
 def test_earlier_days_are_trained_in_file_order_and_later_ones_by_close(
-    folder: Path, whole: dict[str, Any]
+    folder: Path, full_report: dict[str, Any]
 ) -> None:
-    by_close, mixed = whole, of_table(folder, stored_order_until="2023-05-19")
+    by_close, mixed = full_report, replay_warehouse(folder, stored_order_until="2023-05-19")
     for key in ("features_digest", "positives"):
         assert mixed[key] == by_close[key], key
-    assert mixed["counts"]["samples"] == 120 and mixed["metrics"] != by_close["metrics"], "other batches"
+    assert mixed["counts"]["samples"] == 120 and mixed["metrics"] != by_close["metrics"], "the batches differ"
     table = SampleTable(str(folder / "w"))
-    told = table.newest(SessionSpec(table="", version=0, shuffle_seed=0), {})
-    assert told is not None
-    session, files = table.open_session(told, load_schema(folder / "schema.toml"))
+    selection = table.newest(SessionSpec(table="", version=0, shuffle_seed=0), {})
+    assert selection is not None
+    session, files = table.open_session(selection, load_schema(folder / "schema.toml"))
     records = list(session_records(session, files, "2023-05-19"))
     old = [r for r in records if r.timestamp_ms < 1_684_454_400_000]
     new = records[len(old) :]
@@ -111,13 +111,13 @@ def test_earlier_days_are_trained_in_file_order_and_later_ones_by_close(
     assert old != sorted(old, key=lambda r: r.timestamp_ms) and users == sorted(users)
 
 
-def test_selected_days_are_replayed_alone(folder: Path, whole: dict[str, Any]) -> None:
-    one = of_table(folder, "2023-05-19")
+def test_selected_days_are_replayed_alone(folder: Path, full_report: dict[str, Any]) -> None:
+    one = replay_warehouse(folder, "2023-05-19")
     assert 0 < one["counts"]["samples"] < 120 and set(one["metrics"]["by_day"]) <= {
         "2023-05-18",
         "2023-05-19",
     }
-    assert one["features_digest"] != whole["features_digest"]
+    assert one["features_digest"] != full_report["features_digest"]
 
 
 def test_samples_of_an_earlier_schema_are_replayed(folder: Path) -> None:
@@ -136,6 +136,6 @@ def test_days_without_samples_are_reported(folder: Path, capfd: pytest.CaptureFi
 
 
 def test_the_command_has_only_options_about_samples() -> None:
-    told = CliRunner().invoke(cli, ["replay", "warehouse", "--help"]).output
-    assert all(flag in told for flag in ("--warehouse", "--days", "--batch-requests", "--measure-from"))
-    assert not any(flag in told for flag in ("--window", "--engine", "--home", "--as-served"))
+    help_text = CliRunner().invoke(cli, ["replay", "warehouse", "--help"]).output
+    assert all(flag in help_text for flag in ("--warehouse", "--days", "--batch-requests", "--measure-from"))
+    assert not any(flag in help_text for flag in ("--window", "--engine", "--home", "--as-served"))

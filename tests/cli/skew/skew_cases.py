@@ -1,5 +1,5 @@
-"""A home with a shard that commits, a serving process that scores by its rows, and a feature log of what it
-scored."""
+"""A home with a shard that makes commits, a serving process that scores with the shard's rows, and the
+feature log of the requests that it scored."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ MODEL = RankerConfig(request_layers=(6,), history_attention=False)
 
 
 class ScoringHome:
-    """`commit` at a time, `rank` at a time, `close`: then `log` is a segment of what was served."""
+    """A home in which tests `commit`, `push` and `rank` at given times; `close` then writes the feature
+    log."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.store = root, FileStore(root / "store")
@@ -65,20 +66,23 @@ class ScoringHome:
         self.service: RankService | None = None
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """The rows as they are now: what a replica that has every push reads."""
+        """Return the current rows, as a replica reads them that has received every push."""
         return self.client.pull(lookup)
 
     def commit(self, time_ms: int) -> str:
-        """A commit with other weights, served from now on; the version's name."""
+        """Commit other dense weights and serve them from now on. Return the name of the version."""
         self.seq += 1
         noise = torch.Generator().manual_seed(self.seq)
-        fresh = build_version("x", SCHEMA, MODEL, SEED, {}).model.state_dict()
+        initial_weights = build_version("x", SCHEMA, MODEL, SEED, {}).model.state_dict()
         weights = {
-            name: value + 0.12 * torch.randn(value.shape, generator=noise) for name, value in fresh.items()
+            name: value + 0.12 * torch.randn(value.shape, generator=noise)
+            for name, value in initial_weights.items()
         }
         data = tensor_file.encode({f"model.{name}": value.numpy() for name, value in weights.items()}, {})
         dense = manifests.store_file(self.store, manifests.dense_name(self.seq, self.incarnation), data)
-        own = manifests.store_file(self.store, manifests.worker_name(self.seq, self.incarnation, 0), data)
+        worker_file = manifests.store_file(
+            self.store, manifests.worker_name(self.seq, self.incarnation, 0), data
+        )
         self.shard.freeze(self.seq, 0)
         link_manifest(
             self.store,  # type: ignore[arg-type]
@@ -86,7 +90,7 @@ class ScoringHome:
             self.incarnation,
             [self.shard.write(self.seq)],
             dense=dense,
-            workers={0: a_part({("samples", 0): self.seq}, self.seq, file=own)},
+            workers={0: a_part({("samples", 0): self.seq}, self.seq, file=worker_file)},
             schema=f"{SCHEMA.fingerprint:016x}",
             model=dataclasses.asdict(MODEL),
             seed=SEED,
@@ -101,7 +105,7 @@ class ScoringHome:
         return name
 
     def push(self, *items: int, by: float = 1.0) -> None:
-        """Train the rows of these items."""
+        """Change the rows of these items by one training step."""
         from roostream.wire.lookup import StackLookup
 
         (stack,) = SCHEMA.stacks
@@ -123,8 +127,11 @@ class ScoringHome:
         scored: Mapping[str, Any] | None = None,
         logged: Mapping[str, Any] | None = None,
     ) -> None:
-        """Score a list, and log it. `scored`: request-only features that differ from the usual; `logged`:
-        features that the log has instead of those that were scored."""
+        """Score a request and log it.
+
+        `scored` replaces default request-only features. `logged` replaces features in the log only, which
+        plants a skew between scored and logged features.
+        """
         assert self.service is not None
         ids = np.array(items, np.int64)
         nro = {"item": ids, "price": np.linspace(1, 9, len(ids))}
@@ -145,7 +152,7 @@ class ScoringHome:
         self.served.append(record if logged is None else _with_features(record, logged, len(ids)))
 
     def close(self) -> Path:
-        """Stop, and write the log; its path."""
+        """Close the shard and write the feature log. Return its path."""
         self.blobs.close()
         folder = self.root / "serving" / "log"
         folder.mkdir(parents=True)
@@ -157,7 +164,7 @@ class ScoringHome:
 
 
 def _with_features(record: LogRecord, features: Mapping[str, Any], num_rows: int) -> LogRecord:
-    """The skew that is planted: None takes a feature out of the log."""
+    """Return the log record with other features; None removes a feature from it."""
     message = pb.Impression.FromString(record.value[2:])
     ro = decode_block(SCHEMA, "ro", message.ro, 1)
     nro = decode_block(SCHEMA, "nro", message.nro, num_rows)

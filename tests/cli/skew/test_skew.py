@@ -1,5 +1,6 @@
-"""`roostream inspect skew`: what was scored as it was logged is told apart from what wasn't, and from what
-can't be known."""
+"""`roostream inspect skew` scores logged lists of candidates again. It separates lists that were scored as
+logged from lists with a skew between scored and logged features, and from lists that cannot be scored
+again."""
 
 from __future__ import annotations
 
@@ -31,41 +32,46 @@ SECOND = 1000
 
 @pytest.fixture
 def home(tmp_path: Path) -> ScoringHome:
-    """Two commits, ten seconds from each other, and rows trained before each."""
+    """A home with one commit at T0 and trained rows of items 1 to 3."""
     home = ScoringHome(tmp_path / "home")
     home.push(1, 2, 3)
     home.commit(T0)
     return home
 
 
-def ran(home: ScoringHome, *arguments: object) -> tuple[int, dict[str, Any]]:
-    done = CliRunner().invoke(
+def run_command(home: ScoringHome, *arguments: object) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(
         cli, ["inspect", "skew", *map(str, arguments), "--home", str(home.root), "--json"]
     )
-    if isinstance(done.exception, RoostreamError):
-        raise done.exception
-    return done.exit_code, json.loads(done.stdout)
+    if isinstance(result.exception, RoostreamError):
+        raise result.exception
+    return result.exit_code, json.loads(result.stdout)
 
 
-def judged(home: ScoringHome, path: Path) -> dict[str, ScoreComparison]:
+def compare_by_request(home: ScoringHome, path: Path) -> dict[str, ScoreComparison]:
     found = compare_scores(CommitStates(home.store, home.root), of_file(path))
     return {one.logged.request_id: one for one in found}
 
 
-def test_lists_that_were_scored_as_logged_are_within_rounding_by_every_version(home: ScoringHome) -> None:
+def test_lists_that_were_scored_as_logged_differ_only_by_rounding(home: ScoringHome) -> None:
     home.rank("a", T0 + SECOND)
     home.push(9)
     home.commit(T0 + 10 * SECOND)
     home.rank("b", T0 + 11 * SECOND, items=(3, 2, 77))
     home.commit(T0 + 20 * SECOND)
-    code, told = ran(home, home.close())
-    assert code == 0 and told["share_within"] == 1.0 and told["largest"] <= TOLERANCE and told["lists"] == 2
-    assert {name: its["within"] for name, its in told["versions"].items()} == {"1-1": 1, "1-2": 1}
-    assert told["differing"] == [] and told["verdicts"] == {"within": 2}
+    code, report = run_command(home, home.close())
+    assert (
+        code == 0
+        and report["share_within"] == 1.0
+        and report["largest"] <= TOLERANCE
+        and report["lists"] == 2
+    )
+    assert {name: counts["within"] for name, counts in report["versions"].items()} == {"1-1": 1, "1-2": 1}
+    assert report["differing"] == [] and report["verdicts"] == {"within": 2}
 
 
 @pytest.mark.parametrize(
-    ("logged", "named"),
+    ("logged", "explanation"),
     [
         ({"basket": 4.0}, "it was scored with 'basket' = 40, but the log has 4"),
         ({"basket": None}, "it was scored with 'basket' = 40, but the log has"),
@@ -75,24 +81,24 @@ def test_lists_that_were_scored_as_logged_are_within_rounding_by_every_version(h
         ),
     ],
 )
-def test_a_feature_that_was_changed_between_serving_and_log_is_found_and_named(
-    home: ScoringHome, logged: dict[str, Any], named: str
+def test_a_feature_that_changed_between_serving_and_log_is_found(
+    home: ScoringHome, logged: dict[str, Any], explanation: str
 ) -> None:
     home.rank("good", T0 + SECOND)
     home.rank("planted", T0 + 2 * SECOND, logged=logged)
     home.commit(T0 + 10 * SECOND)
-    code, told = ran(home, home.close())
-    assert code == 1 and told["verdicts"] == {"within": 1, "skew": 1} and told["share_within"] == 0.5
-    (one,) = told["differing"]
+    code, report = run_command(home, home.close())
+    assert code == 1 and report["verdicts"] == {"within": 1, "skew": 1} and report["share_within"] == 0.5
+    (one,) = report["differing"]
     assert one["request_id"] == "planted" and one["verdict"] == "skew" and one["version"] == "1-1"
     assert one["largest"] > 10 * TOLERANCE and len(one["differences"]) == 3
-    assert one["why"].startswith(named), one["why"]
+    assert one["why"].startswith(explanation), one["why"]
 
 
 def test_a_feature_that_only_the_log_has_is_reported(home: ScoringHome) -> None:
     home.rank("planted", T0 + SECOND, scored={"basket": None}, logged={"basket": 40.0})
     home.commit(T0 + 10 * SECOND)
-    one = judged(home, home.close())["planted"]
+    one = compare_by_request(home, home.close())["planted"]
     assert one.verdict == "skew" and one.why == "it was scored without 'basket', which the log has"
 
 
@@ -103,17 +109,17 @@ def test_a_difference_of_several_features_is_left_unexplained(home: ScoringHome)
         logged={"basket": 4.0, "hour": 1.0, "price": np.array([9.0, 1.0, 300.0], np.float32)},
     )
     home.commit(T0 + 10 * SECOND)
-    one = judged(home, home.close())["planted"]
+    one = compare_by_request(home, home.close())["planted"]
     assert one.verdict == "skew" and one.why.startswith("no single float")
 
 
-def test_rows_that_moved_between_the_commits_are_reported_and_are_no_skew(home: ScoringHome) -> None:
+def test_rows_that_changed_between_the_commits_are_reported_and_are_no_skew(home: ScoringHome) -> None:
     home.push(2, by=-0.5)
-    home.rank("between", T0 + SECOND)  # with a row that no commit has
+    home.rank("between", T0 + SECOND)  # scored with a row that is in no commit
     home.push(2, by=-0.5)
-    home.rank("after", T0 + 9 * SECOND)  # with the rows of the commit that comes
+    home.rank("after", T0 + 9 * SECOND)  # scored with the rows of the next commit
     home.commit(T0 + 10 * SECOND)
-    found = judged(home, home.close())
+    found = compare_by_request(home, home.close())
     assert found["between"].verdict == "rows" and found["between"].num_changed == 1
     assert "changed rows explain" in found["between"].why
     assert found["after"].verdict == "within" and found["after"].rows_of == 2
@@ -123,13 +129,13 @@ def test_skew_is_found_beside_changes_of_rows(home: ScoringHome) -> None:
     home.push(2, by=-0.01)
     home.rank("planted", T0 + SECOND, logged={"hour": -900.0, "basket": 1e5})
     home.commit(T0 + 10 * SECOND)
-    one = judged(home, home.close())["planted"]
+    one = compare_by_request(home, home.close())["planted"]
     assert one.verdict == "skew" and one.num_changed == 1
 
 
 def test_without_a_second_commit_a_difference_is_not_called_a_skew(home: ScoringHome) -> None:
     home.rank("planted", T0 + SECOND, logged={"basket": 4.0})
-    one = judged(home, home.close())["planted"]
+    one = compare_by_request(home, home.close())["planted"]
     assert one.verdict == "rows" and "only one commit around it" in one.why
 
 
@@ -172,7 +178,7 @@ def test_rows_that_are_not_in_the_home_are_reported(home: ScoringHome, tmp_path:
     assert one.verdict == "gone" and "expected segments in shard-0/segments of a home" in one.why
 
 
-def test_rows_are_read_beside_a_shard_that_runs(home: ScoringHome) -> None:
+def test_rows_are_read_while_the_shard_runs(home: ScoringHome) -> None:
     home.rank("a", T0 + SECOND)
     record = home.served[0]
     logged = list(
@@ -200,8 +206,8 @@ def test_saved_batches_are_lists_too_and_other_files_are_reported(home: ScoringH
     saved = SavedBatch(records=records, **about)
     (tmp_path / "x.batch").write_bytes(encode(saved))
     home.close()
-    code, told = ran(home, tmp_path / "x.batch")
-    assert code == 0 and told["verdicts"] == {"within": 1}
+    code, report = run_command(home, tmp_path / "x.batch")
+    assert code == 0 and report["verdicts"] == {"within": 1}
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="expected a segment of a feature log or a saved batch"):
             of_file(path)
@@ -226,7 +232,7 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
 def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHome, tmp_path: Path) -> None:
     home.close()
     with pytest.raises(ConfigError, match=r"its --home, or segments"):
-        ran(home)
+        run_command(home)
     with pytest.raises(CheckpointError, match="commit in this store, got none"):
         CommitStates(FileStore(tmp_path / "empty"), tmp_path)
     damaged = tmp_path / "home" / "store" / manifests.manifest_name(1)
@@ -235,11 +241,11 @@ def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHom
         CommitStates(home.store, home.root)
 
 
-def test_people_read_a_table(home: ScoringHome) -> None:
+def test_the_report_is_printed_as_a_table(home: ScoringHome) -> None:
     home.rank("good", T0 + SECOND)
     home.rank("planted", T0 + 2 * SECOND, logged={"basket": 4.0})
     home.commit(T0 + 10 * SECOND)
     path = home.close()
-    done = CliRunner().invoke(cli, ["inspect", "skew", str(path), "--home", str(home.root)])
-    assert done.exit_code == 1
-    assert all(text in done.output for text in ("50.00% of 2 lists", "SKEW", "'basket' = 40"))
+    result = CliRunner().invoke(cli, ["inspect", "skew", str(path), "--home", str(home.root)])
+    assert result.exit_code == 1
+    assert all(text in result.output for text in ("50.00% of 2 lists", "SKEW", "'basket' = 40"))

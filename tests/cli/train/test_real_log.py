@@ -1,5 +1,5 @@
-"""`roostream train --rows torchrec` on a real log: the loss of rows at shards, and the same bits after a
-kill."""
+"""`roostream train --rows torchrec` on a real log has the loss of training with rows at shards, and after a
+kill the same bits as without one."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from roostream.replay.config import ReplayConfig
 from roostream.replay.detect_dataset import input_paths
 from roostream.runtime.program import Stop
 from roostream.schema.schema_file import load_schema
-from tests.cli.train.test_offline import KillsAWorker, bits, rows_at, same_bits
+from tests.cli.train.test_offline import KillWorker, bits, rows_at, same_bits
 from trainer.config import LoopConfig
 
 _DATA = Path(os.environ.get("BENCH_DATA") or Path(__file__).resolve().parents[4] / "shared" / "data")
 WEEK = _DATA / "ebnerd_week1"
 FIRST_DAY, LAST_DAYS = "2023-05-18", ("2023-05-19", "2023-05-21", "2023-05-25")
-ONE_USER_OF = 12
+USER_STRIDE = 12
 EXACT = LoopConfig(exact=True, batch_requests=64, first_batch_requests=16)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        not WEEK.is_dir(), reason=f"evaluation data is not there: {WEEK.name} beside the project"
-    ),
+    pytest.mark.skipif(not WEEK.is_dir(), reason=f"the evaluation data {WEEK.name} is not in ../shared/data"),
 ]
 
 
@@ -45,7 +43,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("behaviors", "history"):
         table = pq.read_table(WEEK / f"{name}.parquet")
         user = pc.cast(table["user_id"], "int64")
-        some = pc.equal(pc.subtract(user, pc.multiply(pc.divide(user, ONE_USER_OF), ONE_USER_OF)), 0)
+        some = pc.equal(pc.subtract(user, pc.multiply(pc.divide(user, USER_STRIDE), USER_STRIDE)), 0)
         pq.write_table(table.filter(some), folder / f"{name}.parquet")
     options = ebnerd.Options(
         behaviors=(str(folder / "behaviors.parquet"),), history=(str(folder / "history.parquet"),)
@@ -56,7 +54,9 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(archive: Path, home: str, last_day: str, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
+def run_training(
+    archive: Path, home: str, last_day: str, stop: Stop | None = None, **more: Any
+) -> dict[str, Any]:
     config = TrainConfig(
         warehouse=str(archive / "w"),
         days=f"{FIRST_DAY}..{last_day}",
@@ -69,12 +69,12 @@ def trained(archive: Path, home: str, last_day: str, stop: Stop | None = None, *
     return train_offline(config, EXACT, stop or Stop(), lambda done, rows: None)
 
 
-def test_the_loss_curve_is_that_of_rows_at_shards_and_a_kill_changes_no_bit(archive: Path) -> None:
+def test_losses_match_rows_at_shards_and_a_kill_changes_no_bit(archive: Path) -> None:
     curves: dict[str, list[tuple[int, float]]] = {"shards": [], "torchrec": []}
     exchange = {}
     for rows, curve in curves.items():
         for last_day in LAST_DAYS:
-            report = trained(archive, f"{rows}-{last_day}", last_day, rows=rows)
+            report = run_training(archive, f"{rows}-{last_day}", last_day, rows=rows)
             curve.append((report["metrics"]["requests"], report["metrics"]["ne"]))
             exchange = report.get("exchange", exchange)
     print("requests and NE:", curves, "exchange:", exchange)
@@ -84,8 +84,8 @@ def test_the_loss_curve_is_that_of_rows_at_shards_and_a_kill_changes_no_bit(arch
     assert 0 < exchange["exchanged_bytes"] < exchange["impression_bytes"]
 
     home, last_day = f"torchrec-{LAST_DAYS[-1]}", LAST_DAYS[-1]
-    kills = KillsAWorker(archive / "killed")
-    trained(archive, "killed", last_day, stop=kills, rows="torchrec")
+    kills = KillWorker(archive / "killed")
+    run_training(archive, "killed", last_day, stop=kills, rows="torchrec")
     assert kills.killed
     schema = load_schema(archive / "schema.toml")
     assert same_bits(archive, home, "killed")

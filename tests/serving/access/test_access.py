@@ -1,4 +1,5 @@
-"""What keys and certificates open, over the interface and over real sockets."""
+"""Access control: which routes a bearer key or a client certificate may call, in process and over real
+sockets."""
 
 from __future__ import annotations
 
@@ -18,30 +19,34 @@ from serving.access.route_scopes import required_scope
 from serving.client import Client, RetryPolicy, ServingError
 from serving.http.app import HttpInterface
 from tests.certificates import Authority, client_context
-from tests.serving.live_serving import serving_live
-from tests.serving.serving_cases import BODY, SCHEMA, Built, build, config_of
+from tests.serving.live_serving import run_live_serving
+from tests.serving.serving_cases import BODY, SCHEMA, InProcessServing, build_serving, config_of
 from tests.serving.serving_fakes import FakeRows
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 PATIENT = RetryPolicy(deadline_ms=60_000)
 
 
-def with_parts(built: Built, **parts: Any) -> Built:
-    return Built(dataclasses.replace(built.context, **parts), built.waiting_for)
+def replace_parts(serving: InProcessServing, **parts: Any) -> InProcessServing:
+    return InProcessServing(dataclasses.replace(serving.context, **parts), serving.waiting_for)
 
 
 @pytest.fixture
-def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
-    """(client, key by scope, what was built)."""
-    made = {scope: new_key(scope, [scope], 0) for scope in ("rank", "engage", "metrics", "admin")}
-    write_keys(tmp_path / "keys.json", [key for _, key in made.values()])
-    built = with_parts(build(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
-    yield TestClient(HttpInterface(built.context)), {scope: text for scope, (text, _) in made.items()}, built
-    built.close()
+def with_keys(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], InProcessServing]]:
+    """Return (HTTP client, key by scope, serving)."""
+    new_keys = {scope: new_key(scope, [scope], 0) for scope in ("rank", "engage", "metrics", "admin")}
+    write_keys(tmp_path / "keys.json", [key for _, key in new_keys.values()])
+    serving = replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
+    yield (
+        TestClient(HttpInterface(serving.context)),
+        {scope: text for scope, (text, _) in new_keys.items()},
+        serving,
+    )
+    serving.close()
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "opens"),
+    ("method", "path", "scopes"),
     [
         ("POST", "/v1/rank", {"rank"}),
         ("POST", "/v2/models/default/infer", {"rank"}),
@@ -58,29 +63,29 @@ def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
     ],
 )
 def test_a_key_gives_access_to_the_routes_of_its_scopes(
-    keyed: Any, method: str, path: str, opens: set[str]
+    with_keys: Any, method: str, path: str, scopes: set[str]
 ) -> None:
-    http, keys, built = keyed
+    http, keys, serving = with_keys
     bodies = {"/v1/engagements": CLICK, "/v1/rank": BODY, "/v1/explain": BODY}
     body = bodies.get(path, {"inputs": [{"name": "item_id", "shape": [1], "datatype": "INT64", "data": [1]}]})
     for scope, key in keys.items():
         answer = http.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})
-        assert (answer.status_code in (200, 404)) == (scope in opens), (scope, answer.text)
-        assert scope in opens or answer.status_code == 403
+        assert (answer.status_code in (200, 404)) == (scope in scopes), (scope, answer.text)
+        assert scope in scopes or answer.status_code == 403
     refused = http.request(method, path, json=body)
     assert (
         refused.status_code == 401
         and refused.headers["www-authenticate"] == "Bearer"
         and refused.headers["x-request-id"]
     )
-    told = refused.json()["error"]
-    assert "authorization: Bearer KEY" in (told if path.startswith("/v2") else told["message"])
-    told = built.context.metrics.registry.get_sample_value
-    assert told("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
+    error = refused.json()["error"]
+    assert "authorization: Bearer KEY" in (error if path.startswith("/v2") else error["message"])
+    get_metric = serving.context.metrics.registry.get_sample_value
+    assert get_metric("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
 
 
-def test_every_traffic_route_requires_a_scope(keyed: Any) -> None:
-    http, keys, _ = keyed
+def test_every_traffic_route_requires_a_scope(with_keys: Any) -> None:
+    http, keys, _ = with_keys
     key = {"authorization": f"Bearer {keys['rank']}"}
     paths = http.get("/openapi.json", headers=key).json()["paths"]
     traffic = [path for path, operations in paths.items() if "post" in operations]
@@ -88,24 +93,24 @@ def test_every_traffic_route_requires_a_scope(keyed: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"])
-def test_probes_work_without_a_key(keyed: Any, path: str) -> None:
-    assert keyed[0].get(path).status_code == 200
+def test_probes_work_without_a_key(with_keys: Any, path: str) -> None:
+    assert with_keys[0].get(path).status_code == 200
 
 
-def test_an_unauthorized_call_is_neither_logged_nor_scored(keyed: Any) -> None:
-    http, keys, built = keyed
+def test_an_unauthorized_call_is_neither_logged_nor_scored(with_keys: Any) -> None:
+    http, keys, serving = with_keys
     assert (
         http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {keys['engage']}"}).status_code
         == 403
     )
     assert (
-        built.records() == []
-        and built.context.metrics.registry.get_sample_value("roostream_serving_keys") == 4
+        serving.records() == []
+        and serving.context.metrics.registry.get_sample_value("roostream_serving_keys") == 4
     )
 
 
-def test_a_call_without_a_key_is_401_also_while_the_process_is_overloaded(keyed: Any) -> None:
-    http, keys, _ = keyed
+def test_a_call_without_a_key_is_401_also_while_the_process_is_overloaded(with_keys: Any) -> None:
+    http, keys, _ = with_keys
     http.app.gate.in_flight = http.app.gate.max_in_flight
     statuses = [
         http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {key}"}).status_code
@@ -117,8 +122,8 @@ def test_a_call_without_a_key_is_401_also_while_the_process_is_overloaded(keyed:
 def test_the_client_sends_its_key(tmp_path: Path) -> None:
     text, key = new_key("web", ["rank"], 0)
     write_keys(tmp_path / "keys.json", [key])
-    built = with_parts(build(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
-    with serving_live(built) as live:
+    serving = replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
+    with run_live_serving(serving) as live:
         with Client(live.url, key=text, policy=PATIENT) as client:
             assert client.rank({"candidates": [{"item_id": 1}]}).items == [1]
             with pytest.raises(ServingError) as forbidden:
@@ -128,7 +133,7 @@ def test_the_client_sends_its_key(tmp_path: Path) -> None:
     assert (forbidden.value.code, unknown.value.code) == ("forbidden", "unauthorized")
 
 
-def asked(url: str, tls: ssl.SSLContext) -> list[Any]:
+def rank_over_tls(url: str, tls: ssl.SSLContext) -> list[Any]:
     with Client(
         url.replace("http:", "https:"), policy=RetryPolicy(deadline_ms=60_000, retries=0), tls=tls
     ) as client:
@@ -141,33 +146,37 @@ def test_a_renewed_certificate_is_used_without_a_restart(
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("serving")
     tls = TlsContext(TlsFiles(certificate=certificate, key=key))
-    with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
-        assert asked(live.url, client_context(old)) == [1]
+    with run_live_serving(replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
+        assert rank_over_tls(live.url, client_context(old)) == [1]
         with pytest.raises(ServingError, match="CERTIFICATE_VERIFY_FAILED"):
-            asked(live.url, client_context(new))
+            rank_over_tls(live.url, client_context(new))
         Path(key).write_bytes(Path(new.issue("other")[1]).read_bytes())
         tls.poll()
-        assert asked(live.url, client_context(old)) == [1], "a key that doesn't fit changes nothing"
+        assert rank_over_tls(live.url, client_context(old)) == [1], (
+            "a key that does not match the certificate is ignored"
+        )
         assert "the old certificate stays in use" in caplog.text
         new.issue("serving")
         tls.poll()
-        assert asked(live.url, client_context(new)) == [1]
+        assert rank_over_tls(live.url, client_context(new)) == [1]
 
 
 @pytest.mark.parametrize("required", [True, False])
 def test_client_certificates_are_required_if_configured(tmp_path: Path, required: bool) -> None:
-    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
-    certificate, key = ours.issue("serving")
-    files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=required)
-    with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=TlsContext(files))) as live:
-        assert asked(live.url, client_context(ours, *theirs.issue("friend"))) == [1]
+    server_ca, client_ca = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    certificate, key = server_ca.issue("serving")
+    files = TlsFiles(certificate=certificate, key=key, client_ca=str(client_ca.pem), client_required=required)
+    with run_live_serving(
+        replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), tls=TlsContext(files))
+    ) as live:
+        assert rank_over_tls(live.url, client_context(server_ca, *client_ca.issue("friend"))) == [1]
         with pytest.raises(ServingError):
-            asked(live.url, client_context(ours, *ours.issue("stranger")))
+            rank_over_tls(live.url, client_context(server_ca, *server_ca.issue("stranger")))
         if required:
             with pytest.raises(ServingError):
-                asked(live.url, client_context(ours))
+                rank_over_tls(live.url, client_context(server_ca))
         else:
-            assert asked(live.url, client_context(ours)) == [1]
+            assert rank_over_tls(live.url, client_context(server_ca)) == [1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A whole serving process that asks who calls: keys, TLS and JSON lines by its settings alone."""
+"""A real serving process with access control: keys, TLS and JSON log lines, enabled by settings."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import httpx2 as httpx
 from serving.access.bearer_keys import new_key, write_keys
 from serving.client import Client, RetryPolicy, ServingError
 from tests.certificates import Authority, client_context
-from tests.serving.test_serving_main import Running, write_config
+from tests.serving.test_serving_main import ServingProcess, write_config
 
 PATIENT = RetryPolicy(deadline_ms=60_000)
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """However long a busy machine takes, within a minute."""
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` is true, for at most a minute."""
     end_s = time.monotonic() + 60
-    while not is_so():
+    while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.1)
 
 
-def addresses(running: Running) -> tuple[str, str]:
-    """(of serving, of its admin port), once both are told; every line is JSON."""
+def addresses(running: ServingProcess) -> tuple[str, str]:
+    """Return the URLs of serving and of its admin interface, as soon as both are logged. Every line is
+    JSON."""
     found: dict[str, str] = {}
     for line in running:
         message = json.loads(line)["message"]
@@ -36,8 +37,8 @@ def addresses(running: Running) -> tuple[str, str]:
             ("admin", r"admin interface on (https://[\d.:]+)"),
             ("serving", r"serving on (https://[\d.:]+),"),
         ):
-            if told := re.search(pattern, message):
-                found[name] = told[1]
+            if match := re.search(pattern, message):
+                found[name] = match[1]
         if len(found) == 2:
             return found["serving"], found["admin"]
     raise AssertionError("".join(running.lines))
@@ -45,17 +46,17 @@ def addresses(running: Running) -> tuple[str, str]:
 
 def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
-    certificate, private = old.issue("serving")
+    certificate, private_key = old.issue("serving")
     (text, key), (admin_text, admin_key) = new_key("web", ["rank"], 0), new_key("ops", ["admin"], 0)
     file = tmp_path / "keys.json"
     write_keys(file, [key, admin_key])
     settings = {
         "keys_file": str(file),
         "tls_certificate": certificate,
-        "tls_key": private,
+        "tls_key": private_key,
         "log_format": "json",
     }
-    running = Running(write_config(tmp_path, admin_listen="127.0.0.1:0", **settings))
+    running = ServingProcess(write_config(tmp_path, admin_listen="127.0.0.1:0", **settings))
     url, admin_url = addresses(running)
 
     def status() -> int:
@@ -68,9 +69,9 @@ def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -
     with Client(url, key=text, tls=client_context(old), policy=PATIENT) as client:
         assert status() == 200
         write_keys(file, [admin_key])
-        until(lambda: status() == 401)
+        wait_for(lambda: status() == 401)
 
-    def is_new() -> bool:
+    def serves_new_certificate() -> bool:
         try:
             with Client(
                 url, tls=client_context(new), policy=RetryPolicy(retries=0, deadline_ms=60_000)
@@ -80,14 +81,14 @@ def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -
             return False
 
     new.issue("serving")
-    until(is_new)
-    for given, expected in ((text, 401), (admin_text, 200)):
-        headers = {"authorization": f"Bearer {given}"}
+    wait_for(serves_new_certificate)
+    for bearer, expected in ((text, 401), (admin_text, 200)):
+        headers = {"authorization": f"Bearer {bearer}"}
         answer = httpx.get(
             f"{admin_url}/admin/v1/versions", headers=headers, timeout=60, verify=client_context(new)
         )
         assert answer.status_code == expected
     running.child.send_signal(signal.SIGTERM)
     assert running.end() == 0, "".join(running.lines)
-    told = [json.loads(line) for line in running.lines]
-    assert any("keys are in force" in t["message"] for t in told) and text not in "".join(running.lines)
+    log = [json.loads(line) for line in running.lines]
+    assert any("keys are in force" in line["message"] for line in log) and text not in "".join(running.lines)

@@ -1,4 +1,4 @@
-"""Keys, their file, and what becomes of a file that changes."""
+"""Bearer keys, the key file, and how serving reloads a changed key file."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from serving.errors import RequestError
 NOW_S = 5000
 
 
-def made(name: str = "web", *scopes: str) -> tuple[bytes, BearerKey]:
+def make_key(name: str = "web", *scopes: str) -> tuple[bytes, BearerKey]:
     text, key = new_key(name, scopes or ("rank",), 1000)
     return text.encode(), key
 
 
 def test_a_key_matches_only_its_own_entry() -> None:
-    (first, one), (second, two) = made(), made()
+    (first, one), (second, two) = make_key(), make_key()
     for text, own, other in ((first, one, two), (second, two, one)):
-        told = parse_key(text)
-        assert told is not None and told[0] == own.id
-        assert own.fits(told[1]) and not other.fits(told[1]) and not own.fits(told[1][:-1])
+        parsed = parse_key(text)
+        assert parsed is not None and parsed[0] == own.id
+        assert own.fits(parsed[1]) and not other.fits(parsed[1]) and not own.fits(parsed[1][:-1])
 
 
 def test_the_key_file_contains_no_secret() -> None:
-    text, key = made()
+    text, key = make_key()
     secret = text.decode().rpartition("_")[2]
     assert secret.encode() not in encode_key_file([key]) and secret not in repr(key)
-    assert len({made()[1].salt for _ in range(5)}) == 5
+    assert len({make_key()[1].salt for _ in range(5)}) == 5
 
 
 def test_a_written_key_file_is_read_back() -> None:
@@ -57,7 +57,15 @@ def test_a_written_key_file_is_read_back() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"roo_", b"roo_abc_def", b"x" * 80, made()[0][:-1], made()[0] + b"A", made()[0].upper()],
+    [
+        b"",
+        b"roo_",
+        b"roo_abc_def",
+        b"x" * 80,
+        make_key()[0][:-1],
+        make_key()[0] + b"A",
+        make_key()[0].upper(),
+    ],
     ids=["empty", "prefix", "short", "other", "cut", "longer", "upper"],
 )
 def test_malformed_keys_are_rejected(text: bytes) -> None:
@@ -78,10 +86,10 @@ def test_invalid_names_and_scopes_are_refused(name: str, scopes: list[str], text
         new_key(name, scopes, 0)
 
 
-def changed(**fields: Any) -> bytes:
-    told = json.loads(encode_key_file([made()[1]]))
-    told["keys"][0].update(fields)
-    return json.dumps(told).encode()
+def key_file_with(**fields: Any) -> bytes:
+    content = json.loads(encode_key_file([make_key()[1]]))
+    content["keys"][0].update(fields)
+    return json.dumps(content).encode()
 
 
 @pytest.mark.parametrize(
@@ -95,15 +103,15 @@ def changed(**fields: Any) -> bytes:
         b'{"format": 1, "keys": [3]}',
         b'{"format": 1, "keys": [{}]}',
         b"[" * 100_000,
-        changed(salt="zz"),
-        changed(salt="00"),
-        changed(sha256="00"),
-        changed(scopes=["root"]),
-        changed(scopes=3),
-        changed(id="x"),
-        changed(name="A B"),
-        changed(expires_s="tomorrow"),
-        json.dumps({"format": 1, "keys": json.loads(changed())["keys"] * 2}).encode(),
+        key_file_with(salt="zz"),
+        key_file_with(salt="00"),
+        key_file_with(sha256="00"),
+        key_file_with(scopes=["root"]),
+        key_file_with(scopes=3),
+        key_file_with(id="x"),
+        key_file_with(name="A B"),
+        key_file_with(expires_s="tomorrow"),
+        json.dumps({"format": 1, "keys": json.loads(key_file_with())["keys"] * 2}).encode(),
     ],
 )
 def test_an_invalid_key_file_is_refused_in_one_sentence(data: bytes) -> None:
@@ -111,7 +119,7 @@ def test_an_invalid_key_file_is_refused_in_one_sentence(data: bytes) -> None:
         decode_key_file(data)
 
 
-def ring(file: Path, *scopes: str, expires_s: int = 0) -> tuple[Keyring, bytes]:
+def make_keyring(file: Path, *scopes: str, expires_s: int = 0) -> tuple[Keyring, bytes]:
     text, key = new_key("web", scopes or ("rank",), 0, expires_s)
     write_keys(file, [key])
     return Keyring(file, lambda: NOW_S), b"Bearer " + text.encode()
@@ -127,24 +135,24 @@ def status_of(keys: Keyring, header: bytes, scope: str = "rank") -> int:
 
 
 def test_a_key_is_authorized_for_its_scopes_only(tmp_path: Path) -> None:
-    keys, header = ring(tmp_path / "keys.json", "rank", "metrics")
+    keys, header = make_keyring(tmp_path / "keys.json", "rank", "metrics")
     allowed = {scope: status_of(keys, header, scope) for scope in ("rank", "metrics", ANY, "engage", "admin")}
     assert allowed == {"rank": 200, "metrics": 200, ANY: 200, "engage": 403, "admin": 403}
     for same in (b"bearer " + header[7:], b"BEARER  " + header[7:], b" " + header + b" \t"):
         assert status_of(keys, same) == 200
     assert keys.check(header, ANY).name == "web"
     assert keys.fits(header.decode()) is False
-    admin, header = ring(tmp_path / "admin.json", "admin")
+    admin, header = make_keyring(tmp_path / "admin.json", "admin")
     assert admin.fits(header.decode()) and not admin.fits("Bearer é")
 
 
 @pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer ", b"Basic eDp5", b"Bearer roo_x", b"\xff" * 30])
 def test_a_call_without_a_key_is_401(tmp_path: Path, header: bytes) -> None:
-    assert status_of(ring(tmp_path / "keys.json")[0], header) == 401
+    assert status_of(make_keyring(tmp_path / "keys.json")[0], header) == 401
 
 
 def test_a_refusal_says_what_is_wrong_with_the_header(tmp_path: Path) -> None:
-    keys, header = ring(tmp_path / "keys.json")
+    keys, header = make_keyring(tmp_path / "keys.json")
     for wrong, got in (
         (b"", "no such header"),
         (b"Basic eDp5", "another scheme"),
@@ -158,14 +166,14 @@ def test_a_refusal_says_what_is_wrong_with_the_header(tmp_path: Path) -> None:
 
 
 def test_a_wrong_secret_for_a_known_id_is_refused(tmp_path: Path) -> None:
-    keys, header = ring(tmp_path / "keys.json")
+    keys, header = make_keyring(tmp_path / "keys.json")
     last = header[-1:]
     assert status_of(keys, header[:-1] + (b"A" if last != b"A" else b"B")) == 401
-    assert status_of(keys, ring(tmp_path / "other.json")[1]) == 401
+    assert status_of(keys, make_keyring(tmp_path / "other.json")[1]) == 401
 
 
 def test_a_key_ends_when_it_expires(tmp_path: Path) -> None:
-    keys, header = ring(tmp_path / "keys.json", expires_s=NOW_S + 1)
+    keys, header = make_keyring(tmp_path / "keys.json", expires_s=NOW_S + 1)
     assert status_of(keys, header) == 200
     keys.now_s = lambda: NOW_S + 1
     assert status_of(keys, header) == 401
@@ -175,7 +183,7 @@ def test_a_changed_key_file_is_loaded_and_a_bad_one_keeps_the_old_keys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys.json"
-    keys, first = ring(file)
+    keys, first = make_keyring(file)
     text, key = new_key("other", ["rank"], 0)
     write_keys(file, [*read_keys(file), key])
     keys.poll()
@@ -200,7 +208,7 @@ def test_a_key_file_that_could_not_be_read_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys.json"
-    keys, _ = ring(file, "rank")
+    keys, _ = make_keyring(file, "rank")
     text, key = new_key("second", ["rank"], 0)
     write_keys(file, [key])
 
@@ -223,7 +231,7 @@ def test_a_process_does_not_start_without_its_key_file(tmp_path: Path) -> None:
 
 def test_the_key_file_is_private_and_replaced_atomically(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    ring(file)
+    make_keyring(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [p.name for p in tmp_path.iterdir()] == [
         "keys.json"
     ]

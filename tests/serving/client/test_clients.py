@@ -1,4 +1,5 @@
-"""Both clients against a live serving, in both encodings; and what they say against the OpenAPI document."""
+"""The Python clients (sync and async) against a live serving, in JSON and protobuf; and the fields that they
+send against the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ from serving.client.messages import (
     top_exchange,
 )
 from serving.client.retry import DEADLINE_HEADER
-from tests.serving.live_serving import LiveServing, serving_live
-from tests.serving.retrieval_cases import retrieving
-from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.live_serving import LiveServing, run_live_serving
+from tests.serving.retrieval_cases import make_retrieval
+from tests.serving.serving_cases import BODY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 FIELDS = cast(RankFields, BODY)
@@ -50,44 +51,49 @@ COLUMNS: RankFields = {
         "clicks": [3, 0, 1],
     },
 }
-PATIENT = RetryPolicy(deadline_ms=60_000)  # however busy the machine that tests it
-WHO: RetrieveFields = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}, "k": 5}
-SHOWN: RecommendFields = {**WHO, "k": 3, "retrieved": 12}
+PATIENT = RetryPolicy(deadline_ms=60_000)  # long enough for a busy machine
+RETRIEVE_FIELDS: RetrieveFields = {
+    "request_id": "r-1",
+    "user_id": 17,
+    "ro": {"mood": 0.5, "hour": 13.0},
+    "k": 5,
+}
+RECOMMEND_FIELDS: RecommendFields = {**RETRIEVE_FIELDS, "k": 3, "retrieved": 12}
 CLICK: EngagementFields = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServing]:
-    with serving_live(build(tmp_path, FakeRows(SCHEMA))) as running:
+    with run_live_serving(build_serving(tmp_path, FakeRows(SCHEMA))) as running:
         yield running
 
 
 @pytest.fixture
-def finding(tmp_path: Path) -> Iterator[LiveServing]:
-    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA))
-    kept.turn()
-    with serving_live(kept.built) as running:
+def live_retrieval(tmp_path: Path) -> Iterator[LiveServing]:
+    retrieval = make_retrieval(tmp_path / "home", FakeRows(SCHEMA))
+    retrieval.turn()
+    with run_live_serving(retrieval.serving) as running:
         yield running
 
 
-def logged(live: LiveServing) -> list[bytes]:
-    """Impressions, without the time of each."""
-    messages = [wire.decode(r.value)[1] for r in live.built.records()]
+def logged_impressions(live: LiveServing) -> list[bytes]:
+    """Return the logged impressions, without their times."""
+    messages = [wire.decode(r.value)[1] for r in live.serving.records()]
     for message in messages:
         message.header.time_ms = 0
     return [m.SerializeToString(deterministic=True) for m in messages]
 
 
 def test_one_request_gives_equal_answers_in_every_encoding(live: LiveServing) -> None:
-    async def asked(schema: Any) -> list[Ranking]:
+    async def call_async(schema: Any) -> list[Ranking]:
         async with AsyncClient(live.url, policy=PATIENT, schema=schema) as client:
             return [await client.rank(FIELDS), await client.rank(COLUMNS)]
 
-    answers = [*asyncio.run(asked(None)), *asyncio.run(asked(SCHEMA))]
+    answers = [*asyncio.run(call_async(None)), *asyncio.run(call_async(SCHEMA))]
     for schema in (None, SCHEMA):
         with Client(live.url, policy=PATIENT, schema=schema) as client:
             answers += [client.rank(FIELDS), client.rank(COLUMNS)]
-    assert len(set(logged(live))) == 1 and len(answers) == 8
+    assert len(set(logged_impressions(live))) == 1 and len(answers) == 8
     first = answers[0]
     assert {a.request_id for a in answers} == {"r-1"} and set(first.items) == {8, "nine", 10}
     for answer in answers:
@@ -99,33 +105,33 @@ def test_one_request_gives_equal_answers_in_every_encoding(live: LiveServing) ->
 
 
 def test_top_returns_the_first_slots_and_all_candidates_are_logged(live: LiveServing) -> None:
-    async def asked(schema: Any) -> Any:
+    async def call_async(schema: Any) -> Any:
         async with AsyncClient(live.url, policy=PATIENT, schema=schema) as client:
             return await client.top(FIELDS, 2)
 
     for schema in (None, SCHEMA):
         with Client(live.url, policy=PATIENT, schema=schema) as client:
-            whole = client.rank(FIELDS)
-            for top in (client.top(FIELDS, 2), asyncio.run(asked(schema)), client.top(COLUMNS, 2)):
-                assert [slot.item_id for slot in top.top] == whole.items[:2] and not top.degraded
+            full_ranking = client.rank(FIELDS)
+            for top in (client.top(FIELDS, 2), asyncio.run(call_async(schema)), client.top(COLUMNS, 2)):
+                assert [slot.item_id for slot in top.top] == full_ranking.items[:2] and not top.degraded
                 assert (top.request_id, top.model_version) == ("r-1", "0-0")
                 assert [s.scores for s in top.top] == [
-                    pytest.approx(whole.scores[i], rel=1e-6) for i in whole.order[:2]
+                    pytest.approx(full_ranking.scores[i], rel=1e-6) for i in full_ranking.order[:2]
                 ]
-    assert len(set(logged(live))) == 1
+    assert len(set(logged_impressions(live))) == 1
 
 
-def test_retrieve_and_recommend_return_items(finding: LiveServing) -> None:
-    async def asked() -> tuple[Any, Any]:
-        async with AsyncClient(finding.url, policy=PATIENT, schema=SCHEMA) as client:
+def test_retrieve_and_recommend_return_items(live_retrieval: LiveServing) -> None:
+    async def call_async() -> tuple[Any, Any]:
+        async with AsyncClient(live_retrieval.url, policy=PATIENT, schema=SCHEMA) as client:
             return await client.retrieve(
-                {**WHO, "among": np.array([1, 2, 4]).tolist()}
-            ), await client.recommend(SHOWN)
+                {**RETRIEVE_FIELDS, "among": np.array([1, 2, 4]).tolist()}
+            ), await client.recommend(RECOMMEND_FIELDS)
 
-    some, shown = asyncio.run(asked())
-    with Client(finding.url, policy=PATIENT) as client:
-        found = client.retrieve(WHO)
-        assert client.recommend(SHOWN) == shown
+    some, shown = asyncio.run(call_async())
+    with Client(live_retrieval.url, policy=PATIENT) as client:
+        found = client.retrieve(RETRIEVE_FIELDS)
+        assert client.recommend(RECOMMEND_FIELDS) == shown
     assert len(found.items) == 5 and found.retrieval_version == "1-2" and found.request_id == "r-1"
     assert found.items[0].product >= found.items[-1].product and {item.item_id for item in some.items} == {
         1,
@@ -137,7 +143,7 @@ def test_retrieve_and_recommend_return_items(finding: LiveServing) -> None:
         and set(shown.items[0].scores) == {"click", "dwell"}
         and shown.model_version == "1-2"
     )
-    assert len(finding.built.records()) == 2
+    assert len(live_retrieval.serving.records()) == 2
 
 
 def test_a_later_page_is_logged_as_a_page_in_both_encodings(live: LiveServing) -> None:
@@ -145,13 +151,13 @@ def test_a_later_page_is_logged_as_a_page_in_both_encodings(live: LiveServing) -
         with Client(live.url, policy=PATIENT, schema=schema) as client:
             client.rank({**FIELDS, "append": True})
             client.rank({**FIELDS, "append": True, "first_position": 7})
-    messages = [wire.decode(r.value)[1] for r in live.built.records()]
+    messages = [wire.decode(r.value)[1] for r in live.serving.records()]
     assert not any(m.HasField("ro") for m in messages)
     assert [min(m.positions) for m in messages] == [0, 7, 0, 7]
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
-def test_numpy_ids_are_those_of_python_in_both_encodings(live: LiveServing, kind: type[Any]) -> None:
+def test_numpy_ids_equal_python_ids_in_both_encodings(live: LiveServing, kind: type[Any]) -> None:
     numpy_fields = cast(
         RankFields,
         {
@@ -169,7 +175,7 @@ def test_numpy_ids_are_those_of_python_in_both_encodings(live: LiveServing, kind
             answers = [client.rank(cast(RankFields, fields)) for fields in forms]
             assert answers[0].items == answers[1].items == answers[2].items
             assert {type(item) for answer in answers for item in answer.items} == {int}
-    assert len(live.built.records()) == 6 and len(set(logged(live))) == 1
+    assert len(live.serving.records()) == 6 and len(set(logged_impressions(live))) == 1
     with Client(live.url, policy=PATIENT) as client:
         click = client.engage(cast(Any, {**CLICK, "user_id": kind(17), "item_id": kind(8)}))
         assert click.event_ids == client.engage(CLICK).event_ids
@@ -184,25 +190,25 @@ def test_numpy_ids_beyond_63_bits_are_sent_in_both_encodings(live: LiveServing, 
                 cast(Any, {"request_id": "r-1", "user_id": ids[0], "candidates": {"item_id": ids}})
             )
             assert set(ranking.items) == {given, 1}
-    assert len(live.built.records()) == 2 and len(set(logged(live))) == 1
+    assert len(live.serving.records()) == 2 and len(set(logged_impressions(live))) == 1
 
 
 def test_the_client_reads_readiness_and_version(live: LiveServing) -> None:
-    async def asked() -> tuple[bool, str]:
+    async def call_async() -> tuple[bool, str]:
         async with AsyncClient(live.url, policy=PATIENT) as client:
             return await client.ready(), await client.version()
 
     with Client(live.url, policy=PATIENT) as client:
         assert client.ready() and client.version() == "0-0"
-        live.built.waiting_for.append("rows")
+        live.serving.waiting_for.append("rows")
         assert not client.ready()
-    assert asyncio.run(asked()) == (False, "0-0")
+    assert asyncio.run(call_async()) == (False, "0-0")
 
 
 def test_a_refusal_names_the_field(live: LiveServing) -> None:
     wrong: RankFields = {**FIELDS, "candidates": [{"item_id": 8, "age": 1}]}
 
-    async def asked() -> None:
+    async def call_async() -> None:
         async with AsyncClient(live.url, policy=PATIENT) as client:
             await client.rank(wrong)
 
@@ -212,7 +218,7 @@ def test_a_refusal_names_the_field(live: LiveServing) -> None:
     ):
         client.rank(wrong)
     with pytest.raises(ServingError) as other:
-        asyncio.run(asked())
+        asyncio.run(call_async())
     assert (sync.value.status, sync.value.code, sync.value.path) == (
         400,
         "bad_request",
@@ -231,19 +237,19 @@ def test_an_unreachable_server_is_retried_and_then_reported() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     policy = RetryPolicy(retries=1, first_s=0.001)
 
-    async def asked() -> None:
+    async def call_async() -> None:
         async with AsyncClient(url, policy=policy) as client:
             await client.rank(FIELDS)
 
     with Client(url, policy=policy) as client, pytest.raises(ServingError, match="did not answer") as sync:
         client.rank(FIELDS)
     with pytest.raises(ServingError, match="did not answer") as other:
-        asyncio.run(asked())
+        asyncio.run(call_async())
     assert sync.value.code == other.value.code == "unreachable"
 
 
 def test_a_silent_server_is_given_up_at_the_deadline() -> None:
-    async def asked(url: str) -> None:
+    async def call_async(url: str) -> None:
         async with AsyncClient(url, policy=RetryPolicy(retries=0)) as client:
             await client.rank(FIELDS, deadline_ms=50)
 
@@ -252,11 +258,11 @@ def test_a_silent_server_is_given_up_at_the_deadline() -> None:
         with Client(url, policy=RetryPolicy(retries=0)) as client, pytest.raises(ServingError) as sync:
             client.rank(FIELDS, deadline_ms=50)
         with pytest.raises(ServingError) as other:
-            asyncio.run(asked(url))
+            asyncio.run(call_async(url))
     assert sync.value.code == other.value.code == "timeout"
 
 
-FORKING = """
+FORKING_CLIENT = """
 import os, sys
 from serving.client import Client
 client = Client(sys.argv[1])
@@ -272,32 +278,34 @@ client.rank({"candidates": [{"item_id": 1}]})
 
 
 def test_a_forked_process_does_not_share_the_connections_of_its_parent(live: LiveServing) -> None:
-    command = [sys.executable, "-c", FORKING, live.url]
+    command = [sys.executable, "-c", FORKING_CLIENT, live.url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ranked\n"
         assert len(live.app.connections) == 2
         process.communicate(timeout=60)
-    assert process.returncode == 0 and len(live.built.records()) == 3
+    assert process.returncode == 0 and len(live.serving.records()) == 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the first loop's connection
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # about the connection of the first event loop
 def test_an_async_client_works_in_one_event_loop_after_another(live: LiveServing) -> None:
     client = AsyncClient(live.url, policy=PATIENT)
 
-    async def asked(is_last: bool) -> list[Any]:
+    async def call_async(is_last: bool) -> list[Any]:
         items = (await client.rank(FIELDS)).items
         if is_last:
             await client.close()
         return items
 
-    assert asyncio.run(asked(False)) == asyncio.run(asked(True))
+    assert asyncio.run(call_async(False)) == asyncio.run(call_async(True))
     with pytest.raises(RuntimeError, match="client has been closed"):
-        asyncio.run(asked(True))
+        asyncio.run(call_async(True))
     client = AsyncClient(live.url, policy=PATIENT)
-    asyncio.run(asked(False))
+    asyncio.run(call_async(False))
     asyncio.run(client.close())
     with pytest.raises(RuntimeError, match="client has been closed"):
-        asyncio.run(asked(False))
+        asyncio.run(call_async(False))
     gc.collect()
 
 
@@ -338,7 +346,7 @@ def test_a_wrong_field_is_refused_with_its_path_in_both_encodings(
         with Client(live.url, policy=PATIENT, schema=schema) as client, pytest.raises(ServingError) as caught:
             client.rank(wrong)
         assert (caught.value.path, caught.value.code in ("bad_request", "bad_fields")) == (path, True)
-    assert not live.built.records()
+    assert not live.serving.records()
 
 
 @pytest.mark.parametrize(
@@ -397,13 +405,13 @@ def test_a_key_is_sent_without_the_line_end_of_its_file_and_never_repeated() -> 
 @pytest.mark.parametrize(
     "url", ["", "serving:8080", "127.0.0.1:8080", "ftp://serving", "http://[::1", "http://"]
 )
-def test_an_address_that_is_not_of_http_is_refused_at_once(url: str) -> None:
+def test_an_address_that_is_not_http_is_refused_before_any_call(url: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError, match="http://serving:8080"):
             kind(url)
 
 
-def test_a_path_is_no_schema_and_another_schema_is_refused_with_advice(live: LiveServing) -> None:
+def test_a_path_or_another_schema_is_refused_with_advice(live: LiveServing) -> None:
     with pytest.raises(ConfigError, match="load_schema"):
         Client(live.url, schema=cast(Any, "schema.toml"))
     other = dataclasses.replace(SCHEMA, ro=SCHEMA.ro[::-1])
@@ -412,7 +420,7 @@ def test_a_path_is_no_schema_and_another_schema_is_refused_with_advice(live: Liv
         pytest.raises(ServingError, match="load the schema file of this serving") as caught,
     ):
         client.rank(FIELDS)
-    assert caught.value.path == "$.header.schema" and not live.built.records()
+    assert caught.value.path == "$.header.schema" and not live.serving.records()
 
 
 def test_an_answer_that_arrives_byte_by_byte_is_given_up_at_the_deadline() -> None:
@@ -424,7 +432,7 @@ def test_an_answer_that_arrives_byte_by_byte_is_given_up_at_the_deadline() -> No
                 time.sleep(0.1)
                 connection.sendall(b" ")
 
-    async def asked(url: str) -> None:
+    async def call_async(url: str) -> None:
         async with AsyncClient(url, policy=RetryPolicy(retries=0)) as client:
             await client.rank(FIELDS, deadline_ms=500)
 
@@ -435,7 +443,7 @@ def test_an_answer_that_arrives_byte_by_byte_is_given_up_at_the_deadline() -> No
             client.rank(FIELDS, deadline_ms=500)
         server.submit(drip, slow)
         with pytest.raises(ServingError) as other:
-            asyncio.run(asked(url))
+            asyncio.run(call_async(url))
     assert sync.value.code == other.value.code == "timeout"
 
 
@@ -477,7 +485,7 @@ def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
         client.rank(FIELDS)
 
 
-def test_an_answer_that_cannot_be_decompressed_is_no_answer() -> None:
+def test_an_answer_that_cannot_be_decompressed_is_reported() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"{}"))
 
@@ -489,8 +497,8 @@ def test_an_answer_that_cannot_be_decompressed_is_no_answer() -> None:
         client.rank(FIELDS)
 
 
-def test_the_client_sends_the_documented_fields(finding: LiveServing) -> None:
-    document = finding.app.openapi()
+def test_the_client_sends_the_documented_fields(live_retrieval: LiveServing) -> None:
+    document = live_retrieval.app.openapi()
     components = document["components"]["schemas"]
     for fields, name in (
         (RankFields, "RankRequest"),
@@ -500,7 +508,12 @@ def test_the_client_sends_the_documented_fields(finding: LiveServing) -> None:
     ):
         assert set(get_type_hints(fields)) == set(components[name]["properties"])
     ranks = (rank_exchange(FIELDS, None), rank_exchange(FIELDS, SCHEMA), top_exchange(FIELDS, 2, SCHEMA))
-    for exchange in (*ranks, engage_exchange(CLICK), retrieve_exchange(WHO), recommend_exchange(SHOWN)):
+    for exchange in (
+        *ranks,
+        engage_exchange(CLICK),
+        retrieve_exchange(RETRIEVE_FIELDS),
+        recommend_exchange(RECOMMEND_FIELDS),
+    ):
         path, _, query = exchange.call.path.partition("?")
         documented = document["paths"][path]["post"]["parameters"]
         named = {(p["in"], p["name"].lower()) for p in documented}

@@ -1,4 +1,4 @@
-"""HTTP clients of other languages, with their default settings, rank and engage."""
+"""HTTP clients of other languages can rank and send engagements with their default settings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from infra.jars import COMPILER_JARS, find_java
 from infra.prepare import compile_java
 from roostream.errors import RoostreamError
-from tests.serving.live_serving import LiveServing, serving_live
-from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.live_serving import LiveServing, run_live_serving
+from tests.serving.serving_cases import BODY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
@@ -73,20 +73,20 @@ public class Client {
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServing]:
-    with serving_live(build(tmp_path / "home", FakeRows(SCHEMA))) as running:
+    with run_live_serving(build_serving(tmp_path / "home", FakeRows(SCHEMA))) as running:
         yield running
 
 
-def ranks_and_engages(live: LiveServing, *command: str) -> None:
+def check_rank_and_engage(live: LiveServing, *command: str) -> None:
     bodies = (json.dumps(BODY), json.dumps(CLICK))
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, live.url, *bodies], capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.stdout.split() == ["200", "200"], done.stdout + done.stderr
-    assert [record.topic for record in live.built.records()] == ["impressions", "engagements"]
+    assert result.stdout.split() == ["200", "200"], result.stdout + result.stderr
+    assert [record.topic for record in live.serving.records()] == ["impressions", "engagements"]
 
 
-def program(name: str) -> str:
+def find_program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")
@@ -94,16 +94,24 @@ def program(name: str) -> str:
 
 
 def test_curl_with_http2_ranks_and_engages(live: LiveServing) -> None:
-    post = (program("curl"), "--http2", "--silent", "-H", f"content-type: {JSON}", "-w", "\n%{http_code}")
+    post = (
+        find_program("curl"),
+        "--http2",
+        "--silent",
+        "-H",
+        f"content-type: {JSON}",
+        "-w",
+        "\n%{http_code}",
+    )
     for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
         command = [*post, live.url + path, "-d", json.dumps(body)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-        assert done.stdout.endswith("\n200"), done.stdout
-    assert [record.topic for record in live.built.records()] == ["impressions", "engagements"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        assert result.stdout.endswith("\n200"), result.stdout
+    assert [record.topic for record in live.serving.records()] == ["impressions", "engagements"]
 
 
 def test_node_ranks_and_engages(live: LiveServing) -> None:
-    ranks_and_engages(live, program("node"), "--input-type=module", "--eval", NODE)
+    check_rank_and_engage(live, find_program("node"), "--input-type=module", "--eval", NODE)
 
 
 @pytest.mark.slow
@@ -111,14 +119,16 @@ def test_node_ranks_and_engages(live: LiveServing) -> None:
 def test_go_ranks_and_engages(live: LiveServing, tmp_path: Path) -> None:
     (tmp_path / "client.go").write_text(GO)
     client = str(tmp_path / "client")
-    subprocess.run([program("go"), "build", "-o", client, "client.go"], cwd=tmp_path, check=True, timeout=600)
-    ranks_and_engages(live, client)
+    subprocess.run(
+        [find_program("go"), "build", "-o", client, "client.go"], cwd=tmp_path, check=True, timeout=600
+    )
+    check_rank_and_engage(live, client)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_http_client_of_the_jdk_ranks_and_engages(live: LiveServing, tmp_path: Path) -> None:
-    """Its default settings ask for an upgrade to HTTP/2."""
+    """By default, this client asks for an upgrade to HTTP/2."""
     try:
         java = str(find_java())
     except RoostreamError as error:
@@ -127,4 +137,4 @@ def test_the_http_client_of_the_jdk_ranks_and_engages(live: LiveServing, tmp_pat
         pytest.skip("the Java compiler is not fetched; run `make setup`")
     (tmp_path / "Client.java").write_text(JAVA)
     compile_java([tmp_path / "Client.java"], [], tmp_path)
-    ranks_and_engages(live, java, "-cp", str(tmp_path), "Client")
+    check_rank_and_engage(live, java, "-cp", str(tmp_path), "Client")

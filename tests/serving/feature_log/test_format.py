@@ -1,5 +1,5 @@
-"""The feature log's bytes: nothing appended is lost, and nothing that wasn't appended is ever read, wherever
-the writer died."""
+"""The feature log's file format: wherever the writer dies, no complete record is lost, and nothing is read
+that was not appended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ records = st.builds(
 
 
 def segment_of(items: list[LogRecord], sequence: int = 5, room: int = 200) -> tuple[bytes, list[int]]:
-    """A segment with these records, and where each ends."""
+    """Return a segment with these records, and the end offset of each record."""
     data, ends = encode_header(1, sequence), []
     for i, record in enumerate(items):
         data += encode_record(record, sequence + i)
@@ -52,15 +52,17 @@ def test_a_truncated_segment_keeps_exactly_the_records_before_the_cut(
 ) -> None:
     raw, ends = segment_of(items, room=0)
     cut = data.draw(st.integers(HEADER_BYTES, len(raw)))
-    whole = [r for r, end in zip(items, ends, strict=True) if end <= cut]
-    # The zeros that pad the last record may be cut off: the record itself is whole then.
+    complete = [r for r, end in zip(items, ends, strict=True) if end <= cut]
+    # If only the zeros that pad the last record are cut off, the record itself is complete.
     read = [f.record for f in scan(raw[:cut], 5)]
-    assert read[: len(whole)] == whole and read == items[: len(read)]
+    assert read[: len(complete)] == complete and read == items[: len(read)]
 
 
 @given(st.lists(records, min_size=1, max_size=6), st.data())
 def test_a_partly_written_record_is_not_read(items: list[LogRecord], data: st.DataObject) -> None:
-    """Any subset of its 8-byte words may have reached the page, the first word last."""
+    """After a crash, any subset of a record's 8-byte words may have been written, but the first word is
+    written last.
+    """
     raw, ends = segment_of(items)
     start = ends[-2] if len(ends) > 1 else HEADER_BYTES
     torn = bytearray(raw)

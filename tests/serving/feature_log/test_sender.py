@@ -1,4 +1,5 @@
-"""The way from the feature log to Kafka: at least once, in order, and no record blocks those behind it."""
+"""The sender from the feature log to Kafka: at-least-once delivery in order, and no record blocks later
+ones."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from serving.feature_log import sender as log_sender
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender, Outcome
-from tests.serving.serving_fakes import FakeSink  # tests/serving/conftest.py puts this folder on the path
+from tests.serving.serving_fakes import FakeSink
 
 
 def record(i: int) -> LogRecord:
@@ -31,55 +32,57 @@ def feature_log(tmp_path: Path) -> Iterator[FeatureLog]:
     log.close()
 
 
-def sender_of(log: FeatureLog, sinks: list[FakeSink]) -> LogSender:
+def make_sender(log: FeatureLog, sinks: list[FakeSink]) -> LogSender:
     return LogSender(log, lambda: sinks.pop(0), Backoff(what="Kafka", clock=FakeClock()))
 
 
 def test_records_are_delivered_in_order_and_the_cursor_follows(feature_log: FeatureLog) -> None:
-    taken: list[LogRecord] = []
-    sender = sender_of(feature_log, [FakeSink(taken)])
+    delivered: list[LogRecord] = []
+    sender = make_sender(feature_log, [FakeSink(delivered)])
     for i in range(200):
         feature_log.append(record(i))
     assert not sender.idle
     sender.step()
-    assert sender.idle and taken == [record(i) for i in range(200)]
+    assert sender.idle and delivered == [record(i) for i in range(200)]
     assert feature_log.cursor == feature_log.end and sender.num_sent == 200
     assert len(list(feature_log.directory.glob("*.seg"))) == 1
 
 
 def test_the_cursor_stays_behind_the_first_record_that_is_not_acknowledged(feature_log: FeatureLog) -> None:
-    taken: list[LogRecord] = []
-    sink = FakeSink(taken, lambda r: None if r.timestamp_ms == 3 else "delivered")
-    sender = sender_of(feature_log, [sink])
+    delivered: list[LogRecord] = []
+    sink = FakeSink(delivered, lambda r: None if r.timestamp_ms == 3 else "delivered")
+    sender = make_sender(feature_log, [sink])
     for i in range(10):
         feature_log.append(record(i))
     sender.step()
-    assert feature_log.cursor.sequence == 3 and len(taken) == 9
+    assert feature_log.cursor.sequence == 3 and len(delivered) == 9
     sink.plan = lambda _: "delivered"
     sender.step()
     assert feature_log.cursor.sequence == 10
 
 
 def test_a_failed_delivery_repeats_all_records_after_the_cursor(feature_log: FeatureLog) -> None:
-    taken: list[LogRecord] = []
-    failing = FakeSink(taken, lambda r: "failed" if r.timestamp_ms == 3 else "delivered")
-    sender = sender_of(feature_log, [failing, FakeSink(taken)])
+    delivered: list[LogRecord] = []
+    failing = FakeSink(delivered, lambda r: "failed" if r.timestamp_ms == 3 else "delivered")
+    sender = make_sender(feature_log, [failing, FakeSink(delivered)])
     for i in range(6):
         feature_log.append(record(i))
     sender.step()
     assert failing.closed and feature_log.cursor.sequence == 3
     sender.step()
     assert sender.idle
-    assert [r.timestamp_ms for r in taken] == [0, 1, 2, 4, 5, 3, 4, 5], "4 and 5 twice: at least once"
+    assert [r.timestamp_ms for r in delivered] == [0, 1, 2, 4, 5, 3, 4, 5], (
+        "records 4 and 5 are sent twice: delivery is at least once"
+    )
 
 
 @pytest.mark.parametrize("method", ["send", "poll"])
 def test_a_producer_that_failed_is_replaced_and_all_records_after_the_cursor_are_sent_again(
     feature_log: FeatureLog, method: str
 ) -> None:
-    taken: list[LogRecord] = []
-    failing = FakeSink(taken, lambda r: "delivered" if r.timestamp_ms < 3 else None)
-    sender = sender_of(feature_log, [failing, FakeSink(taken)])
+    delivered: list[LogRecord] = []
+    failing = FakeSink(delivered, lambda r: "delivered" if r.timestamp_ms < 3 else None)
+    sender = make_sender(feature_log, [failing, FakeSink(delivered)])
     for i in range(6):
         feature_log.append(record(i))
     sender.step()
@@ -93,40 +96,43 @@ def test_a_producer_that_failed_is_replaced_and_all_records_after_the_cursor_are
     sender.step()
     assert failing.closed and feature_log.cursor.sequence == 3
     sender.step()
-    assert sender.idle and [r.timestamp_ms for r in taken] == [0, 1, 2, 3, 4, 5, 6]
+    assert sender.idle and [r.timestamp_ms for r in delivered] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_record_that_kafka_rejects_is_counted_and_skipped_alone(
     feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    taken: list[LogRecord] = []
+    delivered: list[LogRecord] = []
     sinks = [
-        FakeSink(taken, lambda r: "refused" if r.timestamp_ms in (2, 4) else "delivered") for _ in range(4)
+        FakeSink(delivered, lambda r: "refused" if r.timestamp_ms in (2, 4) else "delivered")
+        for _ in range(4)
     ]
-    sender = sender_of(feature_log, sinks)
+    sender = make_sender(feature_log, sinks)
     for i in range(6):
         feature_log.append(record(i))
     for _ in range(12):
         sender.step()
     feature_log.append(record(6))
     sender.step()
-    assert [r.timestamp_ms for r in taken] == [0, 1, 3, 5, 6], "those refused with them are delivered"
+    assert [r.timestamp_ms for r in delivered] == [0, 1, 3, 5, 6], (
+        "other records of a refused batch are delivered"
+    )
     assert sender.num_refused == 2 and sender.idle
     assert "record 2 of the feature log" in caplog.text
 
 
 def test_a_restart_continues_at_the_cursor(tmp_path: Path) -> None:
-    taken: list[LogRecord] = []
+    delivered: list[LogRecord] = []
     log = FeatureLog.open(tmp_path, segment_bytes=4096, max_bytes=1 << 20)
-    sender = sender_of(log, [FakeSink(taken, lambda r: None if r.timestamp_ms >= 5 else "delivered")])
+    sender = make_sender(log, [FakeSink(delivered, lambda r: None if r.timestamp_ms >= 5 else "delivered")])
     for i in range(10):
         log.append(record(i))
     sender.step()
     log.close()
     again = FeatureLog.open(tmp_path, segment_bytes=4096, max_bytes=1 << 20)
-    sender = sender_of(again, [FakeSink(taken)])
+    sender = make_sender(again, [FakeSink(delivered)])
     sender.step()
-    assert [r.timestamp_ms for r in taken] == list(range(10))
+    assert [r.timestamp_ms for r in delivered] == list(range(10))
     again.close()
 
 
@@ -136,7 +142,7 @@ def test_records_wait_on_disk_while_kafka_is_unavailable(
     monkeypatch.setattr(log_sender, "MAX_PENDING_RECORDS", 20)
     monkeypatch.setattr(log_sender, "READ_BYTES", 500)
     sink = FakeSink([], lambda _: None)
-    sender = sender_of(feature_log, [sink])
+    sender = make_sender(feature_log, [sink])
     for i in range(200):
         feature_log.append(record(i))
     for _ in range(50):
@@ -151,7 +157,7 @@ def test_records_wait_on_disk_while_kafka_is_unavailable(
 def test_draining_stops_at_its_timeout_and_reports_the_rest(feature_log: FeatureLog) -> None:
     clock = FakeClock()
     sink = FakeSink([], lambda _: clock.advance(0.1))
-    sender = sender_of(feature_log, [sink])
+    sender = make_sender(feature_log, [sink])
     feature_log.append(record(1))
     assert sender.drain(2.0, clock.monotonic_s) == 1
     sink.plan = lambda _: "delivered"
@@ -160,39 +166,39 @@ def test_draining_stops_at_its_timeout_and_reports_the_rest(feature_log: Feature
     assert sink.closed
 
 
-def test_draining_outlasts_an_outage_that_is_shorter_than_its_timeout(feature_log: FeatureLog) -> None:
+def test_draining_survives_an_outage_that_is_shorter_than_its_timeout(feature_log: FeatureLog) -> None:
     clock = FakeClock()
     end_of_outage_s = clock.monotonic_s() + 60
 
-    def away_for_a_minute(_: LogRecord) -> Outcome | None:
+    def unavailable_for_a_minute(_: LogRecord) -> Outcome | None:
         clock.advance(0.1)
         return "delivered" if clock.monotonic_s() >= end_of_outage_s else None
 
-    taken: list[LogRecord] = []
-    sender = sender_of(feature_log, [FakeSink(taken, away_for_a_minute)])
+    delivered: list[LogRecord] = []
+    sender = make_sender(feature_log, [FakeSink(delivered, unavailable_for_a_minute)])
     for i in range(5):
         feature_log.append(record(i))
     assert sender.drain(100.0, clock.monotonic_s) == 0
-    assert sorted(taken) == [record(i) for i in range(5)]
+    assert sorted(delivered) == [record(i) for i in range(5)]
 
 
 def test_draining_tries_again_after_failures_of_kafka(feature_log: FeatureLog) -> None:
     clock = FakeClock()
-    taken: list[LogRecord] = []
+    delivered: list[LogRecord] = []
 
     def failing(_: LogRecord) -> Outcome | None:
         clock.advance(3.0)
         return "failed"
 
-    sender = sender_of(feature_log, [*(FakeSink([], failing) for _ in range(9)), FakeSink(taken)])
+    sender = make_sender(feature_log, [*(FakeSink([], failing) for _ in range(9)), FakeSink(delivered)])
     feature_log.append(record(1))
-    assert sender.drain(100.0, clock.monotonic_s) == 0 and taken == [record(1)]
+    assert sender.drain(100.0, clock.monotonic_s) == 0 and delivered == [record(1)]
 
 
-def test_draining_waits_out_no_outage_for_heartbeats_alone(feature_log: FeatureLog) -> None:
+def test_draining_does_not_wait_for_heartbeats_alone(feature_log: FeatureLog) -> None:
     clock = FakeClock()
     begin_s = clock.monotonic_s()
-    sender = sender_of(feature_log, [FakeSink([], lambda _: clock.advance(0.1))])
+    sender = make_sender(feature_log, [FakeSink([], lambda _: clock.advance(0.1))])
     for partition in range(3):
         feature_log.append(LogRecord("impressions", partition, 1, b"", b"heartbeat"))
     assert sender.drain(100.0, clock.monotonic_s) == 0
@@ -213,33 +219,33 @@ def test_the_sender_thread_stops_while_kafka_is_unavailable(feature_log: Feature
     assert not thread.is_alive()
 
 
-outcomes = st.sampled_from(["delivered", "delivered", "failed", "refused", None])
+possible_outcomes = st.sampled_from(["delivered", "delivered", "failed", "refused", None])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(outcomes, min_size=3, max_size=3), min_size=1, max_size=12))
+@given(st.lists(st.lists(possible_outcomes, min_size=3, max_size=3), min_size=1, max_size=12))
 def test_every_record_is_delivered_or_counted_as_rejected(
     tmp_path_factory: pytest.TempPathFactory, plans: list[list[Outcome | None]]
 ) -> None:
-    """Each record's fate changes from try to try, until Kafka is well again."""
+    """Each record has a list of outcomes, one per attempt; after that, it is delivered."""
     log = FeatureLog.open(tmp_path_factory.mktemp("log"), segment_bytes=4096, max_bytes=1 << 20)
     for i in range(len(plans)):
         log.append(record(i))
-    tries = [0] * len(plans)
+    attempts = [0] * len(plans)
 
     def plan(r: LogRecord) -> Outcome | None:
-        at = tries[r.timestamp_ms]
-        tries[r.timestamp_ms] += 1
-        fates = plans[r.timestamp_ms]
-        return fates[at] if at < len(fates) else "delivered"
+        attempt = attempts[r.timestamp_ms]
+        attempts[r.timestamp_ms] += 1
+        outcomes = plans[r.timestamp_ms]
+        return outcomes[attempt] if attempt < len(outcomes) else "delivered"
 
-    taken: list[LogRecord] = []
-    sender = LogSender(log, lambda: FakeSink(taken, plan), Backoff(what="Kafka", clock=FakeClock()))
+    delivered: list[LogRecord] = []
+    sender = LogSender(log, lambda: FakeSink(delivered, plan), Backoff(what="Kafka", clock=FakeClock()))
     for _ in range(400):
         sender.step()
         if sender.idle:
             break
     assert sender.idle
-    missing = set(range(len(plans))) - {r.timestamp_ms for r in taken}
+    missing = set(range(len(plans))) - {r.timestamp_ms for r in delivered}
     assert len(missing) <= sender.num_refused
     log.close()

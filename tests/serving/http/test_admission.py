@@ -1,4 +1,7 @@
-"""Who is let in, in simulated time: one server, deterministic arrivals, any load."""
+"""Admission control under overload, in simulated time: one server, deterministic arrivals, any load.
+
+Guarantee G7 (docs/architecture.md, Guarantees): overload is refused with a clear status.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from serving.errors import RequestError
 from serving.http.admission import AdmissionGate
 
 
-class Line:
-    """Requests of `service_s` each for one server, with a deadline; time is simulated."""
+class SimulatedServer:
+    """A simulated server with a queue. Each request takes `service_s` and has a deadline."""
 
     def __init__(self, service_s: float, deadline_s: float, max_in_flight: int = 1000) -> None:
         self.now_s, self.service_s, self.deadline_s = 0.0, service_s, deadline_s
         self.gate = AdmissionGate(max_in_flight, lambda: self.now_s)
         self.in_time = self.late = self.refused = 0
         self._free_s = 0.0
-        self._ends: list[tuple[float, float]] = []  # (when it is done, when it came)
+        self._ends: list[tuple[float, float]] = []  # (time of completion, time of arrival)
         self._open: dict[float, object] = {}
 
     def arrive(self, at_s: float) -> None:
@@ -37,10 +40,10 @@ class Line:
 
     def _advance(self, to_s: float) -> None:
         while self._ends and self._ends[0][0] <= to_s:
-            self.now_s, came_s = heapq.heappop(self._ends)
-            self.gate.scored(1, came_s)
-            self._open.pop(came_s).__exit__(None, None, None)  # type: ignore[attr-defined]
-            if self.now_s - came_s <= self.deadline_s:
+            self.now_s, arrival_s = heapq.heappop(self._ends)
+            self.gate.scored(1, arrival_s)
+            self._open.pop(arrival_s).__exit__(None, None, None)  # type: ignore[attr-defined]
+            if self.now_s - arrival_s <= self.deadline_s:
                 self.in_time += 1
             else:
                 self.late += 1
@@ -54,27 +57,27 @@ class Line:
 @pytest.mark.parametrize("load", [0.5, 1.0, 2.0, 3.0, 10.0])
 @pytest.mark.parametrize("service_s", [0.003, 0.05, 0.3])
 def test_g7_goodput_does_not_fall_under_overload(load: float, service_s: float) -> None:
-    line = Line(service_s, deadline_s=1.0)
+    server = SimulatedServer(service_s, deadline_s=1.0)
     seconds = 200 * service_s + 10
-    line.run(load / service_s, seconds)
+    server.run(load / service_s, seconds)
     possible = min(load, 1.0) * seconds / service_s
-    assert line.in_time >= 0.9 * possible, "90 % of what one server can do"
-    first = load + 1  # come before the first one is done, when nothing is known yet
-    assert line.late <= 0.01 * line.in_time + first, "what is let in keeps its deadline"
-    assert load > 1 or line.refused == 0
+    assert server.in_time >= 0.9 * possible, "goodput is at least 90 % of the server's capacity"
+    first = load + 1  # arrive before the first request is done, when its time is not known yet
+    assert server.late <= 0.01 * server.in_time + first, "admitted requests meet their deadline"
+    assert load > 1 or server.refused == 0
 
 
 def test_a_slow_moment_does_not_stop_admission_for_good() -> None:
-    line = Line(5.0, deadline_s=1.0)
-    line.run(0.25, 60)
-    slow, refused = line.gate.service_s, line.refused
-    assert slow > 4 and line.late
-    line.service_s = 0.01
-    line.run(10, 30)
-    assert line.gate.service_s < 0.1 and line.refused - refused < 100
-    refused = line.refused
-    line.run(10, 10)
-    assert line.refused == refused
+    server = SimulatedServer(5.0, deadline_s=1.0)
+    server.run(0.25, 60)
+    slow, refused = server.gate.service_s, server.refused
+    assert slow > 4 and server.late
+    server.service_s = 0.01
+    server.run(10, 30)
+    assert server.gate.service_s < 0.1 and server.refused - refused < 100
+    refused = server.refused
+    server.run(10, 10)
+    assert server.refused == refused
 
 
 def test_the_number_of_admitted_requests_is_bounded() -> None:
@@ -93,8 +96,9 @@ def test_a_failed_request_does_not_change_the_time_estimate() -> None:
 
 
 @pytest.mark.parametrize("stall_s", [0.05, 0.1, 0.2])
-def test_an_idle_moment_refuses_no_request(stall_s: float) -> None:
-    """880 requests a second, half of what can be answered; all that came meanwhile is read at once."""
+def test_a_stall_causes_no_refusals(stall_s: float) -> None:
+    """At 880 requests a second (half the capacity), all requests that arrived during a stall are read at
+    once."""
     now_s = [0.0]
     gate = AdmissionGate(ServingConfig.max_in_flight, lambda: now_s[0])
     for _ in range(1000):
@@ -106,7 +110,7 @@ def test_an_idle_moment_refuses_no_request(stall_s: float) -> None:
     gate.leave()
     for _ in range(int(880 * stall_s)):
         gate.enter(1.0)
-    assert gate.expected_s() < 0.5, "what one pass lost is not what each of the next ones takes"
+    assert gate.expected_s() < 0.5, "one slow pass does not raise the estimate for the next passes"
 
 
 def test_a_slower_ranker_is_detected_within_two_seconds_of_work() -> None:
@@ -130,14 +134,14 @@ def test_a_long_queue_must_leave_half_of_the_deadline() -> None:
     gate.check(1.1)
 
 
-@pytest.mark.parametrize("together", [1, 4, 64])
-def test_the_service_time_is_that_of_a_pass_divided_by_its_requests(together: int) -> None:
+@pytest.mark.parametrize("num_requests", [1, 4, 64])
+def test_the_service_time_is_that_of_a_pass_divided_by_its_requests(num_requests: int) -> None:
     now_s = [0.0]
     gate = AdmissionGate(1000, lambda: now_s[0])
     gate.service_s = 5.0
-    for _ in range(4000 // together):
-        begun_s, now_s[0] = now_s[0], now_s[0] + 0.01 * together
-        gate.scored(together, begun_s)
+    for _ in range(4000 // num_requests):
+        begun_s, now_s[0] = now_s[0], now_s[0] + 0.01 * num_requests
+        gate.scored(num_requests, begun_s)
     assert gate.service_s == pytest.approx(0.01, rel=1e-3)
 
 

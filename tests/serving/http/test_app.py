@@ -1,4 +1,4 @@
-"""What isn't traffic, and what all routes have in common: pages, HEAD, one shape of errors, media types,
+"""Pages and behavior common to all HTTP routes: HEAD, the common form of errors, media types, query
 options."""
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from roostream.wire import roo_pb2 as pb
 from serving.http.engagements import EngagementParser
 from serving.http.pages import LINKS
 from serving.scorer import build_version
-from tests.serving.serving_cases import BODY, MODEL, SCHEMA, Built, Client, client_of
+from tests.serving.serving_cases import BODY, MODEL, SCHEMA, Client, InProcessServing, make_http_client
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 
 
 @pytest.fixture(scope="module")
-def http(shared: Built) -> TestClient:
-    return client_of(shared)
+def http(shared_serving: InProcessServing) -> TestClient:
+    return make_http_client(shared_serving)
 
 
 def test_the_root_describes_the_service_as_json_and_as_html(client: Client) -> None:
-    http, built = client()
-    built.waiting_for.append("rows")
-    about = http.get("/").json()
-    assert (about["name"], about["ready"], about["model_version"]) == ("Roostream serving", False, "0-0")
-    assert set(about["links"].values()) == set(LINKS.values())
+    http, serving = client()
+    serving.waiting_for.append("rows")
+    description = http.get("/").json()
+    assert (description["name"], description["ready"], description["model_version"]) == (
+        "Roostream serving",
+        False,
+        "0-0",
+    )
+    assert set(description["links"].values()) == set(LINKS.values())
     page = http.get("/", headers={"accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html") and 'href="docs"' in page.text
 
@@ -51,12 +55,14 @@ def test_pages_load_nothing_from_other_hosts(http: TestClient) -> None:
     for path in ("/", "/docs", "/redoc"):
         answer = http.get(path, headers={"accept": "text/html"})
         assert not re.search(r"<img|https?://", answer.text)
-        named = re.findall(r'(?:src|href)="([^"#]*)"', answer.text)
-        assert named and not any(name.startswith("/") for name in named), "for proxies with a prefix"
+        links = re.findall(r'(?:src|href)="([^"#]*)"', answer.text)
+        assert links and not any(link.startswith("/") for link in links), (
+            "links also work behind a path prefix"
+        )
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-        for name in named:
-            if not name.startswith("data:"):
-                assert http.get(urljoin(path, name)).status_code == 200, name
+        for link in links:
+            if not link.startswith("data:"):
+                assert http.get(urljoin(path, link)).status_code == 200, link
 
 
 def test_the_documentation_pages_show_the_openapi_document(http: TestClient) -> None:
@@ -89,7 +95,7 @@ def test_unknown_routes_and_methods_have_the_common_error_shape(
     answer = http.request(method, path, headers={"host": "evil.example"})
     assert answer.status_code == status and answer.json()["error"]["code"] == code
     assert text in answer.json()["error"]["message"] and len(answer.content) < 300
-    assert "location" not in answer.headers, "nobody is sent to what a Host header says"
+    assert "location" not in answer.headers, "no redirect goes to the address in the Host header"
     assert ("allow" in answer.headers) == (status == 405)
 
 
@@ -128,40 +134,40 @@ def test_ranked_returns_item_ids_in_order(http: TestClient) -> None:
 
 
 def test_top_returns_only_the_first_slots(client: Client) -> None:
-    http, built = client()
-    whole = http.post("/v1/rank?ranked=true", json=BODY).json()
+    http, serving = client()
+    full_answer = http.post("/v1/rank?ranked=true", json=BODY).json()
     for top in (1, 2, 3, 50):
         answer = http.post(f"/v1/rank?top={top}&ranked=true", json=BODY).json()
         slots = [
-            {"item_id": i, "scores": whole["scores"][at]}
-            for i, at in zip(whole["ranked"], whole["order"], strict=True)
+            {"item_id": i, "scores": full_answer["scores"][at]}
+            for i, at in zip(full_answer["ranked"], full_answer["order"], strict=True)
         ]
         assert answer == {
-            **{n: whole[n] for n in ("request_id", "model_version", "degraded")},
+            **{n: full_answer[n] for n in ("request_id", "model_version", "degraded")},
             "top": slots[:top],
         }
     binary = http.post("/v1/rank?top=2", json=BODY, headers={"accept": "application/x-protobuf"})
-    said = pb.RankAnswer.FromString(binary.content)
-    assert list(said.order) == whole["order"][:2] and len(said.scores) == 6
-    logged = wire.decode(built.records()[1].value)[1]
-    assert len(logged.item_ids) == 3, "all that were scored are logged, with their places"
+    message = pb.RankAnswer.FromString(binary.content)
+    assert list(message.order) == full_answer["order"][:2] and len(message.scores) == 6
+    logged = wire.decode(serving.records()[1].value)[1]
+    assert len(logged.item_ids) == 3, "all scored candidates are logged with their positions"
 
 
 def test_a_client_may_set_a_shorter_deadline(client: Client) -> None:
     http, _ = client(deadline_ms=30_000)
-    for stated in ("1000", " 30000", "9" * 20):
-        assert http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": stated}).is_success, stated
-    for stated in ("0", "-5", "1.5", "soon", "9" * 21, "²"):
+    for deadline in ("1000", " 30000", "9" * 20):
+        assert http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": deadline}).is_success, deadline
+    for deadline in ("0", "-5", "1.5", "soon", "9" * 21, "²"):
         for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
-            answer = http.post(path, json=body, headers={"X-Deadline-Ms": stated.encode("latin-1")})
+            answer = http.post(path, json=body, headers={"X-Deadline-Ms": deadline.encode("latin-1")})
             assert (
                 answer.status_code == 400
                 and "whole milliseconds from 1 on" in answer.json()["error"]["message"]
-            ), stated
+            ), deadline
 
 
-def test_query_options_are_validated_as_fields_are(client: Client) -> None:
-    http, built = client()
+def test_query_options_are_validated_like_fields(client: Client) -> None:
+    http, serving = client()
     bad = [
         ("appendd=true", "did you mean 'append'"),
         ("append=1", "expected true or false"),
@@ -177,22 +183,24 @@ def test_query_options_are_validated_as_fields_are(client: Client) -> None:
         answer = http.post(f"/v1/rank?{query}", json=BODY)
         assert answer.status_code == 400 and text in answer.json()["error"]["message"]
     assert http.post("/v1/rank?append=true", json=BODY).is_success
-    assert not wire.decode(built.records()[0].value)[1].HasField("ro"), "a page carries no RO features"
+    assert not wire.decode(serving.records()[0].value)[1].HasField("ro"), (
+        "a later page is logged without request-only features"
+    )
 
 
 def test_event_ids_are_stable_strings(client: Client) -> None:
-    http, built = client()
+    http, serving = client()
     first = http.post("/v1/engagements", json=CLICK).json()["event_ids"]
     again = http.post("/v1/engagements", json={**CLICK, "event_id": first[0]}).json()["event_ids"]
     number = http.post("/v1/engagements", json={**CLICK, "event_id": int(first[0])}).json()["event_ids"]
     assert isinstance(first[0], str) and first == again == number
     assert http.post("/v1/engagements", json={**CLICK, "event_id": 0}).json()["event_ids"] == first, (
-        "0 is none"
+        "0 means that no id is given"
     )
     other = http.post("/v1/engagements", json={**CLICK, "event_id": "e-1"}).json()["event_ids"]
     beyond = http.post("/v1/engagements", json={**CLICK, "event_id": "9" * 20}).json()["event_ids"]
     assert len({*first, *other, *beyond}) == 3
-    assert {str(wire.decode(r.value)[1].event_id) for r in built.records()} == {*first, *other, *beyond}
+    assert {str(wire.decode(r.value)[1].event_id) for r in serving.records()} == {*first, *other, *beyond}
 
 
 def test_an_unused_action_is_reported_and_counted_within_bounds(client: Client) -> None:
@@ -216,10 +224,10 @@ def test_an_unused_action_is_reported_and_counted_within_bounds(client: Client) 
 
 
 def test_a_strict_process_refuses_an_unused_action(client: Client) -> None:
-    http, built = client(strict_actions=True)
+    http, serving = client(strict_actions=True)
     answer = http.post("/v1/engagements", json=[CLICK, {**CLICK, "action": "clik"}])
     assert answer.status_code == 400 and answer.json()["error"]["path"] == "$[1].action"
-    assert "did you mean 'click'?" in answer.json()["error"]["message"] and not built.records()
+    assert "did you mean 'click'?" in answer.json()["error"]["message"] and not serving.records()
     assert EngagementParser(SCHEMA).known == ("click", "read")
 
 
@@ -252,17 +260,21 @@ def test_every_possible_refusal_is_documented(http: TestClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def named(shared: Built) -> TestClient:
-    shared.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
-    return client_of(shared)
+def client_with_versions(shared_serving: InProcessServing) -> TestClient:
+    shared_serving.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
+    return make_http_client(shared_serving)
 
 
 @pytest.mark.parametrize(
     ("header", "body", "version"),
     [("0-0", "", "0-0"), ("", "", "1-1"), ("0-0", "0-0", "0-0"), ("", "0-0", "0-0")],
 )
-def test_header_or_body_selects_the_version(named: TestClient, header: str, body: str, version: str) -> None:
-    answer = named.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
+def test_header_or_body_selects_the_version(
+    client_with_versions: TestClient, header: str, body: str, version: str
+) -> None:
+    answer = client_with_versions.post(
+        "/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header}
+    )
     assert answer.status_code == 200 and answer.json()["model_version"] == version
 
 
@@ -275,8 +287,10 @@ def test_header_or_body_selects_the_version(named: TestClient, header: str, body
     ],
 )
 def test_unloaded_or_contradicting_versions_are_refused(
-    named: TestClient, header: str, body: str, status: int, code: str
+    client_with_versions: TestClient, header: str, body: str, status: int, code: str
 ) -> None:
-    answer = named.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
+    answer = client_with_versions.post(
+        "/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header}
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["path"]) == (status, code, "$.model_version")

@@ -1,4 +1,5 @@
-"""Engagements over HTTP's body: stamped here, idempotent, refused whole."""
+"""Parsing of engagements: serving sets their time, repeated ones have the same id, and one bad engagement
+rejects the whole body."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ CLICK = {
 
 
 def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
-    told = EngagementParser(SCHEMA).parse(
+    parsed = EngagementParser(SCHEMA).parse(
         body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms
     )
-    return [(r, *wire.decode(r.value)) for r in told.records], told.event_ids
+    return [(r, *wire.decode(r.value)) for r in parsed.records], parsed.event_ids
 
 
 def test_an_engagement_is_logged_with_request_header_and_receive_time() -> None:
@@ -71,7 +72,7 @@ def test_different_events_have_different_ids(change: dict[str, Any]) -> None:
     assert parse(CLICK)[1] != parse({**CLICK, **change})[1]
 
 
-BAD = [
+BAD_BODIES = [
     (b"{", "$", "truncated"),
     ([{**CLICK, "session_id": None}], "$[0].session_id", "leave it out"),
     ({**CLICK, "acton": "x"}, "$.acton", "did you mean 'action'"),
@@ -89,7 +90,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "path", "text"), BAD, ids=[f"{c[1]} {c[2]}" for c in BAD])
+@pytest.mark.parametrize(("body", "path", "text"), BAD_BODIES, ids=[f"{c[1]} {c[2]}" for c in BAD_BODIES])
 def test_a_bad_engagement_is_400_with_its_path(body: Any, path: str, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(body)

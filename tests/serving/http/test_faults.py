@@ -1,5 +1,5 @@
-"""What becomes of requests while something that serving stands on is away, wrong or full: they are answered,
-over a socket."""
+"""Faults of what serving depends on (Redis, disk, store, shards, Kafka, clock): requests over a real socket
+are still answered."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows
 from serving.versions.version_follower import VersionFollower
 from tests.runtime.manifest_cases import a_manifest
-from tests.serving.live_serving import LiveServing, serving_live
-from tests.serving.rows.test_row_follower import Shard
-from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build
+from tests.serving.live_serving import LiveServing, run_live_serving
+from tests.serving.rows.test_row_follower import FakeShard
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeRows, FakeRowTopic, FakeSink
 
 
@@ -45,25 +45,25 @@ def rank(live: LiveServing, **changes: Any) -> httpx2.Response:
 
 
 @pytest.fixture
-def silent() -> Iterator[socket.socket]:
-    """Takes connections, and never says a word."""
+def silent_server() -> Iterator[socket.socket]:
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
         yield listening
 
 
-def test_a_silent_redis_costs_one_timeout(tmp_path: Path, silent: socket.socket) -> None:
+def test_a_silent_redis_costs_one_timeout(tmp_path: Path, silent_server: socket.socket) -> None:
     clock = FakeClock(NOW_MS)
-    hydrator = Hydrator(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", "", SCHEMA, clock=clock)
-    with serving_live(build(tmp_path, FakeRows(SCHEMA), hydrator)) as live:
+    hydrator = Hydrator(f"redis://127.0.0.1:{silent_server.getsockname()[1]}/0", "", SCHEMA, clock=clock)
+    with run_live_serving(build_serving(tmp_path, FakeRows(SCHEMA), hydrator)) as live:
         answers = [rank(live, ro={}).json() for _ in range(5)]
     assert all(answer["degraded"] for answer in answers)
-    silent.setblocking(False)
-    dialled = 0
+    silent_server.setblocking(False)
+    num_connections = 0
     with pytest.raises(BlockingIOError):
         while True:
-            silent.accept()[0].close()
-            dialled += 1
-    assert 1 <= dialled <= 4, "five requests don't each wait for it: it is left alone for a while"
+            silent_server.accept()[0].close()
+            num_connections += 1
+    assert 1 <= num_connections <= 4, "after a timeout, the next requests do not try Redis again for a while"
 
 
 def test_a_full_disk_refuses_requests_and_loses_no_answered_one(
@@ -72,37 +72,39 @@ def test_a_full_disk_refuses_requests_and_loses_no_answered_one(
     def no_space(handle: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    built = build(tmp_path, FakeRows(SCHEMA), max_log_bytes=8 << 20, log_segment_bytes=1 << 20)
-    for _ in range(130):  # a megabyte holds 131
-        built.context.log.append(LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)))
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), max_log_bytes=8 << 20, log_segment_bytes=1 << 20)
+    for _ in range(130):  # a segment of 1 MiB has room for 131
+        serving.context.log.append(LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)))
     click = {"request_id": "r-0", "item_id": 8, "action": "click"}
-    with serving_live(built) as live:
+    with run_live_serving(serving) as live:
         with monkeypatch.context() as full:
             full.setattr(os, "posix_fallocate", no_space)
-            taken = 0
-            while (answer := rank(live, request_id=f"r-{taken}")).status_code == 200:
-                taken += 1
-                assert taken < 1000, "it was never full"
+            num_accepted = 0
+            while (answer := rank(live, request_id=f"r-{num_accepted}")).status_code == 200:
+                num_accepted += 1
+                assert num_accepted < 1000, "the log did not become full"
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
             assert (
                 answer.json()["error"]["code"] == "unavailable"
                 and "grow" in answer.json()["error"]["message"]
             )
-            told = {
+            statuses = {
                 httpx2.post(f"{live.url}/v1/engagements", json=click, timeout=60).status_code
                 for _ in range(20)
             }
-            assert told <= {200, 503} and 503 in told, (
-                "smaller than what was refused: some may have found room"
+            assert statuses <= {200, 503} and 503 in statuses, (
+                "engagements are smaller than the refused request, so some may still fit"
             )
             assert httpx2.get(f"{live.url}/healthz", timeout=60).status_code == 200
-        assert rank(live, request_id="after").status_code == 200, "as soon as there is space again"
-        logged = [r.value for r in built.records() if r.topic == "impressions"]
+        assert rank(live, request_id="after").status_code == 200, (
+            "requests are accepted as soon as there is space again"
+        )
+        logged = [r.value for r in serving.records() if r.topic == "impressions"]
     assert [wire.decode(value)[1].header.request_id for value in logged] == [
-        *(f"r-{n}" for n in range(taken)),
+        *(f"r-{n}" for n in range(num_accepted)),
         "after",
     ]
-    assert taken > 0
+    assert num_accepted > 0
 
 
 def commit(store: FileStore, seq: int, damage: bool = False) -> None:
@@ -123,9 +125,9 @@ def commit(store: FileStore, seq: int, damage: bool = False) -> None:
 
 
 def test_a_corrupt_version_is_skipped_and_the_next_valid_one_is_served(tmp_path: Path) -> None:
-    built, store = build(tmp_path, FakeRows(SCHEMA)), FileStore(tmp_path / "commits")
-    follower = VersionFollower(store, SCHEMA, built.service.versions, 0)
-    with serving_live(built) as live:
+    serving, store = build_serving(tmp_path, FakeRows(SCHEMA)), FileStore(tmp_path / "commits")
+    follower = VersionFollower(store, SCHEMA, serving.service.versions, 0)
+    with run_live_serving(serving) as live:
         served = []
         for seq, damage in ((1, False), (2, True), (3, False)):
             commit(store, seq, damage)
@@ -142,32 +144,32 @@ def test_an_unavailable_shard_leaves_the_cache_answering_degraded(tmp_path: Path
         rows = [
             np.full((len(ids), dim), 0.5, np.float32) for dim, ids in zip(dims, arrays[1::2], strict=True)
         ]
-        there = [(each, np.ones(len(each), np.uint8), np.ones(len(each), np.uint64)) for each in rows]
-        return {"incarnation": 1}, [array for parts in there for array in parts]
+        found = [(each, np.ones(len(each), np.uint8), np.ones(len(each), np.uint64)) for each in rows]
+        return {"incarnation": 1}, [array for parts in found for array in parts]
 
     clock, transport = FakeClock(NOW_MS), InMemoryTransport(shard)
     cache = RowCache(SCHEMA, 0, ShardReads([transport], 64, 0.05, clock), CachePolicy(max_bytes=1 << 20))
     rows = CachedRows(RowFollower(cache, FakeRowTopic(), [transport], lambda stage, ms: None, clock), cache)
     rows.follower.bootstrap()
-    built = build(tmp_path, rows)
-    built.service.rows_ready, built.service.rows_complete = (lambda: rows.ready), (lambda: rows.complete)
-    others = {"candidates": [{"item_id": 77}]}
-    with serving_live(built) as live:
+    serving = build_serving(tmp_path, rows)
+    serving.service.rows_ready, serving.service.rows_complete = (lambda: rows.ready), (lambda: rows.complete)
+    uncached = {"candidates": [{"item_id": 77}]}
+    with run_live_serving(serving) as live:
         degraded = [rank(live, request_id="r-0").json()["degraded"]]
         transport.down = True
         degraded += [
-            rank(live, request_id=f"r-{n}", **more).json()["degraded"] for n, more in ((1, {}), (2, others))
+            rank(live, request_id=f"r-{n}", **more).json()["degraded"] for n, more in ((1, {}), (2, uncached))
         ]
         transport.down = False
         clock.advance(60)
-        degraded += [rank(live, request_id="r-3", **others).json()["degraded"]]
+        degraded += [rank(live, request_id="r-3", **uncached).json()["degraded"]]
     assert degraded == [False, False, True, False], (
-        "what the cache has, it has; what it lacks is told; and it is read later"
+        "cached rows are served; a missing row makes the answer degraded until its shard is back"
     )
 
 
 def test_a_replica_with_a_stalled_topic_answers_and_reports_row_age(tmp_path: Path) -> None:
-    topic, clock, stop, stalled, go_on = (
+    topic, clock, stop, stalled, resume = (
         FakeRowTopic(),
         FakeClock(NOW_MS),
         threading.Event(),
@@ -175,7 +177,7 @@ def test_a_replica_with_a_stalled_topic_answers_and_reports_row_age(tmp_path: Pa
         threading.Event(),
     )
     follower = RowFollower(
-        Replica(SCHEMA, 0), topic, [InMemoryTransport(Shard({8: 0.5}))], lambda stage, ms: None, clock
+        Replica(SCHEMA, 0), topic, [InMemoryTransport(FakeShard({8: 0.5}))], lambda stage, ms: None, clock
     )
     follower.bootstrap()
     follower.step()
@@ -183,7 +185,7 @@ def test_a_replica_with_a_stalled_topic_answers_and_reports_row_age(tmp_path: Pa
 
     def stall() -> None:
         stalled.set()
-        go_on.wait(60)
+        resume.wait(60)
 
     topic.on_poll = stall
     thread = threading.Thread(target=follower.run, args=(stop,))
@@ -192,54 +194,54 @@ def test_a_replica_with_a_stalled_topic_answers_and_reports_row_age(tmp_path: Pa
         assert stalled.wait(60)
         before_s = follower.age_s() or 0.0
         clock.advance(30.0)
-        with serving_live(build(tmp_path, follower.replica)) as live:
+        with run_live_serving(build_serving(tmp_path, follower.replica)) as live:
             assert rank(live).status_code == 200
         assert (follower.age_s() or 0.0) >= before_s + 30.0
     finally:
         stop.set()
-        go_on.set()
+        resume.set()
         thread.join(60)
 
 
 @pytest.mark.parametrize("jump_ms", [-86_400_000, 86_400_000], ids=["back by a day", "ahead by a day"])
 def test_a_clock_jump_fails_no_request_and_times_never_go_back(tmp_path: Path, jump_ms: int) -> None:
     clock = FakeClock(NOW_MS)
-    built = build(tmp_path, FakeRows(SCHEMA), clock=clock)
-    with serving_live(built) as live:
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), clock=clock)
+    with run_live_serving(serving) as live:
         for n, jump in enumerate((0, jump_ms, 0, -jump_ms, 0)):
             clock.jump(jump)
             clock.advance(1.0)
             assert rank(live, request_id=f"r-{n}").status_code == 200
-            heartbeat.beat(built.context.log, built.context.watermark, "producer", 1)
-        times = [wire.decode(record.value)[1] for record in built.records()]
-    told = [m.header.time_ms if isinstance(m, wire.TYPES[wire.IMPRESSION]) else m.time_ms for m in times]
-    assert told == sorted(told) and len(told) >= 10
+            heartbeat.beat(serving.context.log, serving.context.watermark, "producer", 1)
+        times = [wire.decode(record.value)[1] for record in serving.records()]
+    times_ms = [m.header.time_ms if isinstance(m, wire.TYPES[wire.IMPRESSION]) else m.time_ms for m in times]
+    assert times_ms == sorted(times_ms) and len(times_ms) >= 10
 
 
 def test_a_silent_kafka_costs_no_request_and_gets_all_records_in_order_later(tmp_path: Path) -> None:
-    built, taken = build(tmp_path, FakeRows(SCHEMA)), list[LogRecord]()
-    back, stop = threading.Event(), threading.Event()
+    serving, delivered = build_serving(tmp_path, FakeRows(SCHEMA)), list[LogRecord]()
+    recovered, stop = threading.Event(), threading.Event()
 
-    class Away(FakeSink):
+    class UnavailableSink(FakeSink):
         def poll(self, timeout_s: float) -> None:
-            if back.wait(timeout_s):
+            if recovered.wait(timeout_s):
                 super().poll(timeout_s)
 
-    sender = LogSender(built.context.log, lambda: Away(taken))
+    sender = LogSender(serving.context.log, lambda: UnavailableSink(delivered))
     thread = threading.Thread(target=sender.run, args=(stop,))
     thread.start()
     try:
-        with serving_live(built) as live:
+        with run_live_serving(serving) as live:
             assert all(rank(live, request_id=f"r-{n}").status_code == 200 for n in range(10))
-            assert taken == []
-            back.set()
-            while len(taken) < 10 and thread.is_alive():
+            assert delivered == []
+            recovered.set()
+            while len(delivered) < 10 and thread.is_alive():
                 stop.wait(0.02)
             stop.set()
             thread.join(60)
     finally:
         stop.set()
         thread.join(60)
-    assert [wire.decode(record.value)[1].header.request_id for record in taken] == [
+    assert [wire.decode(record.value)[1].header.request_id for record in delivered] == [
         f"r-{n}" for n in range(10)
     ]

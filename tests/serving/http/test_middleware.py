@@ -1,4 +1,4 @@
-"""Requests that are refused before their bodies are read."""
+"""Requests that are refused before their body is read: from pages of other sites, and under overload."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from serving.http.app import HttpInterface
-from tests.serving.serving_cases import BODY, Built, client_of
+from tests.serving.serving_cases import BODY, InProcessServing, make_http_client
 
 
 @pytest.fixture(scope="module")
-def http(shared: Built) -> TestClient:
-    return client_of(shared)
+def http(shared_serving: InProcessServing) -> TestClient:
+    return make_http_client(shared_serving)
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,20 @@ def http(shared: Built) -> TestClient:
     ],
 )
 def test_pages_of_other_sites_cannot_post(
-    http: TestClient, shared: Built, headers: dict[str, str], status: int
+    http: TestClient, shared_serving: InProcessServing, headers: dict[str, str], status: int
 ) -> None:
-    num_before = len(shared.records())
+    num_before = len(shared_serving.records())
     answer = http.post("/v1/rank", json=BODY, headers=headers)
-    assert answer.status_code == status and len(shared.records()) - num_before == (status == 200)
-    assert http.get("/healthz", headers=headers).status_code == 200, "reading is up to the browser"
+    assert answer.status_code == status and len(shared_serving.records()) - num_before == (status == 200)
+    assert http.get("/healthz", headers=headers).status_code == 200, (
+        "GET is allowed: the browser itself protects answers from other sites"
+    )
     if status == 403:
         assert answer.json()["error"]["code"] == "forbidden"
 
 
-def test_an_overloaded_process_refuses_without_reading_the_body(built: Built) -> None:
-    app = HttpInterface(built.context)
+def test_an_overloaded_process_refuses_without_reading_the_body(serving: InProcessServing) -> None:
+    app = HttpInterface(serving.context)
     app.gate.in_flight = app.gate.max_in_flight
     sent: list[Any] = []
 
@@ -59,7 +61,7 @@ def test_an_overloaded_process_refuses_without_reading_the_body(built: Built) ->
         scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
         asyncio.run(app(scope, receive, send))
     assert [message["status"] for message in sent[::2]] == [429] * 3
-    registry = built.context.metrics.registry
+    registry = serving.context.metrics.registry
     for route in ("rank", "explain", "infer"):
         labels = {"route": route, "status": "429"}
         assert registry.get_sample_value("roostream_serving_requests_total", labels) == 1

@@ -1,5 +1,5 @@
-"""One request in five formats: JSON rows (two forms), JSON columns, protobuf, and an inference of the Open
-Inference Protocol. Bytes in the log, scores and order are equal."""
+"""One request in five formats: JSON rows (two forms), JSON columns, protobuf, and the Open Inference
+Protocol. The logged bytes, the scores and the order are equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from roostream.wire import roo_pb2 as pb
 from serving.client.messages import rank_exchange
 from serving.http.app import HttpInterface
-from tests.serving.serving_cases import NOW_MS, SCHEMA, Built, build, learn
+from tests.serving.serving_cases import NOW_MS, SCHEMA, InProcessServing, build_serving, serve_random_weights
 from tests.serving.serving_fakes import FakeRows
 
 NUM_FORMATS = 5
@@ -27,13 +27,13 @@ TIMES = st.integers(0, NOW_MS)
 
 
 def lists_of(**columns: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, list[Any]]]:
-    """Columns of equal length, as a sequence or weighted ids have them."""
+    """Strategy of columns of equal length, as in a sequence or in weighted ids."""
     rows = st.lists(st.tuples(*columns.values()), max_size=5)
     return rows.map(lambda rows: {name: [row[i] for row in rows] for i, name in enumerate(columns)})
 
 
 def features(ids: st.SearchStrategy[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Strategies of a request's and of a candidate's features; each may be absent or null."""
+    """Return strategies of the features of a request and of a candidate. Each value may be null."""
     ro = {
         "hour": FLOATS,
         "mood": FLOATS,
@@ -54,8 +54,9 @@ def features(ids: st.SearchStrategy[Any]) -> tuple[dict[str, Any], dict[str, Any
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """A rank request as nested rows. All ids of a request are integers or all are texts, because the elements
-    of a tensor have one type."""
+    """Strategy of rank requests as nested rows. The ids of a request are either all integers or all texts,
+    because the elements of a tensor have one type.
+    """
     ids = draw(st.sampled_from((INTEGERS, TEXTS)))
     ro, nro = features(ids)
     items = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
@@ -76,16 +77,16 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def in_columns(body: dict[str, Any]) -> dict[str, Any]:
+def to_columns(body: dict[str, Any]) -> dict[str, Any]:
     rows = body["candidates"]
     names = dict.fromkeys(name for row in rows for name in row["nro"])
     columns = {name: [row["nro"].get(name) for row in rows] for name in names}
     return {**body, "candidates": {"item_id": [row["item_id"] for row in rows], **columns}}
 
 
-def inference(body: dict[str, Any]) -> dict[str, Any]:
-    """The same request as tensors. A feature that no candidate has is left out."""
-    columns = in_columns(body)["candidates"]
+def to_inference_request(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the same request as tensors, without features that no candidate has."""
+    columns = to_columns(body)["candidates"]
     inputs = [id_tensor("item_id", columns.pop("item_id"))]
     for feature in SCHEMA.ro:
         value = body.get("ro", {}).get(feature.name)
@@ -122,17 +123,17 @@ def tensor(name: str, datatype: str, data: list[Any], shape: list[int] | None = 
 
 
 def id_tensor(name: str, data: list[Any], shape: list[int] | None = None) -> dict[str, Any]:
-    """Of ids, times or weights."""
+    """Return a tensor of ids, times or weights."""
     is_float = name.endswith(".weights")
     is_text = any(isinstance(value, str) for value in data)
     return tensor(name, "FP32" if is_float else "BYTES" if is_text else "INT64", data, shape)
 
 
 def answers(http: TestClient, body: dict[str, Any]) -> list[tuple[list[list[float]], list[int]]]:
-    """(scores by candidate, order) in each format."""
+    """Send a request in each format. Return (scores by candidate, order) of each answer."""
     flat = {**body, "candidates": [{"item_id": row["item_id"], **row["nro"]} for row in body["candidates"]]}
     found = []
-    for form in (body, flat, in_columns(body)):
+    for form in (body, flat, to_columns(body)):
         answer = http.post("/v1/rank", json=form)
         assert answer.status_code == 200, answer.text
         scores = [list(each.values()) for each in answer.json()["scores"]]
@@ -144,7 +145,7 @@ def answers(http: TestClient, body: dict[str, Any]) -> list[tuple[list[list[floa
     found.append((np.array(message.scores).reshape(-1, len(message.tasks)).tolist(), list(message.order)))
     version = body.get("model_version")
     path = f"/v2/models/default{f'/versions/{version}' if version else ''}/infer"
-    inferred = http.post(path, json=inference(body))
+    inferred = http.post(path, json=to_inference_request(body))
     assert inferred.status_code == 200, inferred.text
     outputs = {output["name"]: output["data"] for output in inferred.json()["outputs"]}
     by_task = [outputs[task] for task in SCHEMA.tasks]
@@ -153,14 +154,14 @@ def answers(http: TestClient, body: dict[str, Any]) -> list[tuple[list[list[floa
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Built:
-    built = build(tmp_path, FakeRows(SCHEMA), max_log_bytes=1 << 26)
-    learn(built)
-    return built
+def serving(tmp_path: Path) -> InProcessServing:
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), max_log_bytes=1 << 26)
+    serve_random_weights(serving)
+    return serving
 
 
-def test_every_format_of_a_request_gives_equal_scores_and_equal_records(built: Built) -> None:
-    http = TestClient(HttpInterface(built.context), raise_server_exceptions=False)
+def test_every_format_of_a_request_gives_equal_scores_and_equal_records(serving: InProcessServing) -> None:
+    http = TestClient(HttpInterface(serving.context), raise_server_exceptions=False)
     seen: set[str] = set()
     num_records = 0
 
@@ -170,7 +171,7 @@ def test_every_format_of_a_request_gives_equal_scores_and_equal_records(built: B
     def check(body: dict[str, Any]) -> None:
         nonlocal num_records
         found = answers(http, body)
-        records = built.records()[num_records:]
+        records = serving.records()[num_records:]
         num_records += NUM_FORMATS
         assert len(found) == len(records) == NUM_FORMATS
         assert all(answer == found[0] for answer in found), json.dumps(body)
@@ -179,4 +180,4 @@ def test_every_format_of_a_request_gives_equal_scores_and_equal_records(built: B
 
     check()
     assert len(seen) > NUM_FORMATS, "requests are scored differently"
-    built.close()
+    serving.close()

@@ -1,4 +1,7 @@
-"""The HTTP interface: every answer, every refusal, and what the log holds after each."""
+"""The HTTP routes: every kind of answer and refusal, and the records that each leaves in the feature log.
+
+Tests named g1 to g9 check a guarantee of docs/architecture.md (Guarantees).
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ from serving.rank_json import JsonParser
 from serving.request import RankRequest
 from serving.request_batch import RequestColumns
 from serving.scorer import build_version, probabilities
-from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, Client, build
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Client, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
-class Waiting(RankService):
-    """Scores when `go` is set."""
+class WaitingRankService(RankService):
+    """A rank service that waits until `go` is set before it scores."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.go, self.begun = threading.Event(), threading.Semaphore(0)
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
+    def rank_all(self, requests: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.begun.release()
         assert self.go.wait(30)
-        return super().rank_all(asked)
+        return super().rank_all(requests)
 
 
 def error_of(answer: Any) -> dict[str, str]:
@@ -47,25 +50,25 @@ def error_of(answer: Any) -> dict[str, str]:
 
 
 def test_a_request_is_scored_logged_and_answered(client: Client) -> None:
-    http, built = client()
+    http, serving = client()
     answer = http.post("/v1/rank", json=BODY)
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
     assert answer.json()["order"] and len(answer.json()["scores"]) == 3
-    (record,) = built.records()
+    (record,) = serving.records()
     kind, impression = wire.decode(record.value)
     assert kind == wire.IMPRESSION and record.timestamp_ms == NOW_MS
     assert impression.header.request_id == "r-1"  # type: ignore[attr-defined]
 
 
 def test_compressed_and_binary_bodies_give_equal_answers(client: Client) -> None:
-    http, built = client()
+    http, serving = client()
     raw = json.dumps(BODY).encode()
     plain = http.post(
         "/v1/rank", content=raw, headers={"content-type": "application/json; charset=utf-8"}
     ).json()
     for encoding, body in (("gzip", gzip.compress(raw)), ("deflate", zlib.compress(raw))):
         assert http.post("/v1/rank", content=body, headers={"content-encoding": encoding}).json() == plain
-    logged = wire.decode(built.records()[0].value)[1]
+    logged = wire.decode(serving.records()[0].value)[1]
     assert isinstance(logged, pb.Impression)
     message = pb.Impression(header=logged.header, ro=logged.ro, nro=logged.nro, item_ids=logged.item_ids)
     message.header.model_version = ""
@@ -73,12 +76,14 @@ def test_compressed_and_binary_bodies_give_equal_answers(client: Client) -> None
         "/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
     )
     assert binary.json() == plain
-    assert built.records()[3].value == built.records()[0].value, "the blocks went through byte for byte"
+    assert serving.records()[3].value == serving.records()[0].value, (
+        "the feature blocks are logged byte for byte"
+    )
     url = "/v1/rank?append=true"
     assert http.post(
         url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
     ).is_success
-    assert not wire.decode(built.records()[4].value)[1].HasField("ro")
+    assert not wire.decode(serving.records()[4].value)[1].HasField("ro")
 
 
 def test_a_client_that_accepts_protobuf_gets_protobuf(client: Client) -> None:
@@ -102,7 +107,7 @@ def test_a_client_that_accepts_protobuf_gets_protobuf(client: Client) -> None:
 
 
 def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) -> None:
-    http, built = client(max_body_bytes=4096)
+    http, serving = client(max_body_bytes=4096)
     large = b" " * 5000
     bomb = gzip.compress(bytes(1 << 20))
     cases: list[tuple[dict[str, Any], int, str, str]] = [
@@ -141,16 +146,16 @@ def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) 
             arguments
         )
         assert text in error["message"]
-    assert not built.records()
+    assert not serving.records()
     assert http.get("/v1/rank").status_code == 405
 
 
 def test_all_members_of_a_gzip_body_are_read(client: Client) -> None:
-    http, built = client()
+    http, serving = client()
     data, encoding = json.dumps(BODY).encode(), {"content-encoding": "gzip"}
     parts = b"".join(gzip.compress(data[at : at + 100]) for at in range(0, len(data), 100))
     assert http.post("/v1/rank", content=parts, headers=encoding).status_code == 200
-    assert len(built.records()) == 1
+    assert len(serving.records()) == 1
     for bad in (gzip.compress(data) + b"garbage", parts + parts[:-1], gzip.compress(b"") * 100):
         assert http.post("/v1/rank", content=bad, headers=encoding).status_code == 400
     more = zlib.compress(data) + b"x"
@@ -158,10 +163,10 @@ def test_all_members_of_a_gzip_body_are_read(client: Client) -> None:
 
 
 def test_positions_that_the_trainer_would_refuse_are_refused(client: Client) -> None:
-    http, built = client()
-    most = (1 << 31) - 1 - len(BODY["candidates"])
-    assert http.post("/v1/rank", json={**BODY, "first_position": most}).status_code == 200
-    for first in (most + 1, (1 << 31) - 1, 1 << 31, -1):
+    http, serving = client()
+    last_valid = (1 << 31) - 1 - len(BODY["candidates"])
+    assert http.post("/v1/rank", json={**BODY, "first_position": last_valid}).status_code == 200
+    for first in (last_valid + 1, (1 << 31) - 1, 1 << 31, -1):
         answer = http.post("/v1/rank", json={**BODY, "first_position": first})
         assert answer.status_code == 400 and error_of(answer)["path"] == "$.first_position", first
         inference = {
@@ -169,28 +174,28 @@ def test_positions_that_the_trainer_would_refuse_are_refused(client: Client) -> 
             "parameters": {"first_position": first},
         }
         assert http.post("/v2/models/default/infer", json=inference).status_code == 400
-    positions = wire.decode(built.records()[0].value)[1].positions  # type: ignore[attr-defined]
+    positions = wire.decode(serving.records()[0].value)[1].positions  # type: ignore[attr-defined]
     assert max(positions) == (1 << 31) - 2
 
 
 def test_engagements_are_logged_before_they_are_answered(client: Client) -> None:
-    http, built = client()
+    http, serving = client()
     click = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
     one = http.post("/v1/engagements", json=click)
     assert one.status_code == 200 and one.json()["accepted"] == 1
     many = http.post("/v1/engagements", json=[click, {**click, "item_id": 9}])
     assert many.json()["accepted"] == 2 and many.json()["event_ids"][0] == one.json()["event_ids"][0]
-    assert [r.topic for r in built.records()] == ["engagements"] * 3
+    assert [r.topic for r in serving.records()] == ["engagements"] * 3
     bad = http.post("/v1/engagements", json=[click, {**click, "item_id": None}])
     assert bad.status_code == 400 and error_of(bad)["path"] == "$[1].item_id"
     other = http.post("/v1/engagements", content=b"", headers={"content-type": "application/x-protobuf"})
     assert other.status_code == 415
-    assert len(built.records()) == 3
+    assert len(serving.records()) == 3
 
 
 def test_g7_a_full_log_is_503_with_retry_after_and_recovers(client: Client) -> None:
-    http, built = client(log_segment_bytes=1 << 20, max_log_bytes=1 << 21)
-    parts = built.context
+    http, serving = client(log_segment_bytes=1 << 20, max_log_bytes=1 << 21)
+    parts = serving.context
     for size in (100_000, 5_000):
         while parts.log.has_room(size):
             parts.log.append(LogRecord("impressions", -1, NOW_MS, b"userkey!", bytes(size)))
@@ -213,14 +218,14 @@ def _click(i: int) -> dict[str, Any]:
 
 
 def test_a_process_is_ready_once_it_waits_for_nothing_and_always_live(client: Client) -> None:
-    http, built = client()
-    built.waiting_for.append("rows of the shards")
-    built.service.rows_ready = lambda: False
+    http, serving = client()
+    serving.waiting_for.append("rows of the shards")
+    serving.service.rows_ready = lambda: False
     answer = http.get("/readyz")
     assert answer.status_code == 503 and answer.json()["waiting_for"] == ["rows of the shards"]
     assert http.get("/healthz").json() == {"status": "ok"}
     assert http.post("/v1/rank", json=BODY).json()["degraded"] is True
-    built.waiting_for.clear()
+    serving.waiting_for.clear()
     assert http.get("/readyz").json() == {
         "ready": True,
         "waiting_for": [],
@@ -261,72 +266,72 @@ def test_documented_examples_work(client: Client) -> None:
     assert http.get("/docs").status_code == 200
 
 
-def _async_client(built: Built) -> httpx2.AsyncClient:
+def _async_client(serving: InProcessServing) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(HttpInterface(built.context)), base_url="http://serving"
+        transport=httpx2.ASGITransport(HttpInterface(serving.context)), base_url="http://serving"
     )
 
 
 def test_g7_excess_requests_are_429_at_once(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, max_in_flight=4)
-    service = built.service
-    assert isinstance(service, Waiting)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), service=WaitingRankService, max_in_flight=4)
+    service = serving.service
+    assert isinstance(service, WaitingRankService)
 
-    async def go() -> None:
-        async with _async_client(built) as http:
+    async def main() -> None:
+        async with _async_client(serving) as http:
             admitted = [
                 asyncio.create_task(http.post("/v1/rank", json={**BODY, "request_id": f"a{i}"}))
                 for i in range(4)
             ]
             await asyncio.to_thread(service.begun.acquire)
-            while not all_admitted(built):
+            while not all_admitted(serving):
                 await asyncio.sleep(0.001)
-            shed = await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(20)))
-            assert {a.status_code for a in shed} == {429} and {a.headers["retry-after"] for a in shed} == {
-                "1"
-            }
+            refused_answers = await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(20)))
+            assert {a.status_code for a in refused_answers} == {429} and {
+                a.headers["retry-after"] for a in refused_answers
+            } == {"1"}
             assert (await http.post("/v1/engagements", json=_click(1))).status_code == 200, (
-                "clicks have a gate of their own"
+                "engagements have their own limit"
             )
             service.go.set()
             assert [a.status_code for a in await asyncio.gather(*admitted)] == [200] * 4
             assert (await http.post("/v1/rank", json=BODY)).status_code == 200
 
-    asyncio.run(go())
-    assert sum(r.topic == "impressions" for r in built.records()) == 5
-    built.close()
+    asyncio.run(main())
+    assert sum(r.topic == "impressions" for r in serving.records()) == 5
+    serving.close()
 
 
-def all_admitted(built: Built) -> bool:
-    return built.context.metrics.registry.get_sample_value("roostream_serving_in_flight") == 4
+def all_admitted(serving: InProcessServing) -> bool:
+    return serving.context.metrics.registry.get_sample_value("roostream_serving_in_flight") == 4
 
 
 def test_g7_a_request_that_misses_its_deadline_is_504_and_not_logged(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, deadline_ms=50)
-    service = built.service
-    assert isinstance(service, Waiting)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), service=WaitingRankService, deadline_ms=50)
+    service = serving.service
+    assert isinstance(service, WaitingRankService)
 
-    async def go() -> None:
-        async with _async_client(built) as http:
+    async def main() -> None:
+        async with _async_client(serving) as http:
             late = await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(3)))
             assert {a.status_code for a in late} == {504} and error_of(late[0])["code"] == "deadline_exceeded"
 
-    asyncio.run(go())
+    asyncio.run(main())
     service.go.set()
-    built.context.executor.shutdown()
-    assert not built.records()
+    serving.context.executor.shutdown()
+    assert not serving.records()
     assert service.begun.acquire(blocking=False)
-    assert not service.begun.acquire(blocking=False), "what was still queued was never scored"
-    assert built.context.watermark.horizon_ms() == NOW_MS
-    built.close()
+    assert not service.begun.acquire(blocking=False), "requests that were still queued are not scored"
+    assert serving.context.watermark.horizon_ms() == NOW_MS
+    serving.close()
 
 
 def test_g7_a_clients_deadline_is_504_not_logged_and_counts_for_admission(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, deadline_ms=30_000)
-    service, app = built.service, HttpInterface(built.context)
-    assert isinstance(service, Waiting)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), service=WaitingRankService, deadline_ms=30_000)
+    service, app = serving.service, HttpInterface(serving.context)
+    assert isinstance(service, WaitingRankService)
 
-    async def go() -> None:
+    async def main() -> None:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://serving") as http:
             patient = asyncio.create_task(http.post("/v1/rank", json=BODY))
             await asyncio.to_thread(service.begun.acquire)
@@ -338,53 +343,55 @@ def test_g7_a_clients_deadline_is_504_not_logged_and_counts_for_admission(tmp_pa
             service.go.set()
             assert (await patient).status_code == 200
 
-    asyncio.run(go())
-    assert len(built.records()) == 1
-    built.close()
+    asyncio.run(main())
+    assert len(serving.records()) == 1
+    serving.close()
 
 
 def test_heartbeats_do_not_overtake_a_request_in_flight(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting)
-    service, clock = built.service, built.context.watermark.clock
-    assert isinstance(service, Waiting)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), service=WaitingRankService)
+    service, clock = serving.service, serving.context.watermark.clock
+    assert isinstance(service, WaitingRankService)
 
-    async def go() -> None:
-        async with _async_client(built) as http:
+    async def main() -> None:
+        async with _async_client(serving) as http:
             working = asyncio.create_task(http.post("/v1/rank", json=BODY))
             await asyncio.to_thread(service.begun.acquire)
             clock.advance(5.0)  # type: ignore[attr-defined]
-            beat(built.context.log, built.context.watermark, "p", 4)
+            beat(serving.context.log, serving.context.watermark, "p", 4)
             service.go.set()
             await working
-            beat(built.context.log, built.context.watermark, "p", 4)
+            beat(serving.context.log, serving.context.watermark, "p", 4)
 
-    asyncio.run(go())
-    times = [(r.partition, r.timestamp_ms) for r in built.records() if r.topic == "impressions"]
+    asyncio.run(main())
+    times = [(r.partition, r.timestamp_ms) for r in serving.records() if r.topic == "impressions"]
     assert times == [*((p, NOW_MS) for p in range(4)), (-1, NOW_MS), *((p, NOW_MS + 5000) for p in range(4))]
-    built.close()
+    serving.close()
 
 
 def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> None:
-    """Each version has its own bias: an answer's scores must be those of the version that it names."""
-    built = build(tmp_path, FakeRows(SCHEMA), max_in_flight=1000)
+    """Each version has its own bias, so that scores show which version computed them. They must match the
+    version that the answer names.
+    """
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), max_in_flight=1000)
     versions = [build_version(f"1-{i}", SCHEMA, MODEL, i, {}) for i in range(1, 7)]
     for i, version in enumerate(versions):
         for name, parameter in version.model.named_parameters():
             if parameter.ndim == 1:
                 parameter.data.add_(0.1 * (i + 1) + 0.01 * len(name))
     request = JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
-    expected = {v.name: _scores(built, v, request) for v in (built.service.versions.newest, *versions)}
+    expected = {v.name: _scores(serving, v, request) for v in (serving.service.versions.newest, *versions)}
     assert len({tuple(map(tuple, s)) for s in expected.values()}) == len(expected)
     stop = threading.Event()
 
     def swap() -> None:
         at = 0
         while not stop.is_set():
-            built.service.versions.install(versions[at % len(versions)])
+            serving.service.versions.install(versions[at % len(versions)])
             at += 1
 
-    async def go() -> list[Any]:
-        async with _async_client(built) as http:
+    async def main() -> list[Any]:
+        async with _async_client(serving) as http:
             return [
                 a.json() for a in await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(60)))
             ]
@@ -392,7 +399,7 @@ def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> N
     swapper = threading.Thread(target=swap)
     swapper.start()
     try:
-        answers = asyncio.run(go())
+        answers = asyncio.run(main())
     finally:
         stop.set()
         swapper.join()
@@ -402,22 +409,22 @@ def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> N
         scores = np.array([[s["click"], s["dwell"]] for s in answer["scores"]], dtype=np.float32)
         assert scores.tolist() == expected[answer["model_version"]]
     assert len(seen) > 1
-    logged = {r[1].header.model_version for r in (wire.decode(r.value) for r in built.records())}  # type: ignore[attr-defined]
+    logged = {r[1].header.model_version for r in (wire.decode(r.value) for r in serving.records())}  # type: ignore[attr-defined]
     assert logged == seen
-    built.close()
+    serving.close()
 
 
-def _scores(built: Built, version: Any, request: RankRequest) -> list[list[float]]:
-    blocks = built.service.completion.encode(request, NOW_MS, {}, {})
-    logits = version.score(built.service.rows, RequestColumns(*blocks[2:], request.item_ids, NOW_MS))
+def _scores(serving: InProcessServing, version: Any, request: RankRequest) -> list[list[float]]:
+    blocks = serving.service.completion.encode(request, NOW_MS, {}, {})
+    logits = version.score(serving.service.rows, RequestColumns(*blocks[2:], request.item_ids, NOW_MS))
     return probabilities(logits).tolist()
 
 
 def test_a_client_that_disconnects_gets_no_answer(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    app, sent = HttpInterface(built.context), []
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    app, sent = HttpInterface(serving.context), []
 
-    async def go() -> None:
+    async def main() -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/rank", "headers": [], "query_string": b""}
 
         async def receive() -> dict[str, Any]:
@@ -428,6 +435,6 @@ def test_a_client_that_disconnects_gets_no_answer(tmp_path: Path) -> None:
 
         await app(scope, receive, send)
 
-    asyncio.run(go())
-    assert not sent and not built.records()
-    built.close()
+    asyncio.run(main())
+    assert not sent and not serving.records()
+    serving.close()

@@ -1,4 +1,4 @@
-"""Where serving listens: alone, or with other processes of this machine."""
+"""The port on which serving listens, alone or shared with other processes of the machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from serving.http import server as http_server
 
 def test_a_port_belongs_to_one_process_unless_all_share_it() -> None:
     with contextlib.closing(http_server.bind("127.0.0.1:0", reuse_port=True)) as first:
-        at = "{}:{}".format(*first.getsockname())
-        with contextlib.closing(http_server.bind(at, reuse_port=True)) as second:
+        address = "{}:{}".format(*first.getsockname())
+        with contextlib.closing(http_server.bind(address, reuse_port=True)) as second:
             assert second.getsockname() == first.getsockname()
             second.listen()
             first.listen()
             with pytest.raises(SetupError, match="stop what uses it or choose another listen"):
-                http_server.bind(at)
+                http_server.bind(address)
     with contextlib.closing(http_server.bind("127.0.0.1:0")) as alone:
         alone.listen()
         with pytest.raises(SetupError):

@@ -1,4 +1,4 @@
-"""Names of calls, in answers, in the log and in traces."""
+"""Request ids and trace contexts: in answers, in log lines, in records and in exported spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roostream.runtime.program import CURRENT_CALL, CallContext, JsonFormatter
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.tracing import no_span, open_tracing, parse_call_names
-from tests.serving.serving_cases import BODY, SCHEMA, Built, build, client_of
+from tests.serving.serving_cases import BODY, SCHEMA, InProcessServing, build_serving, make_http_client
 from tests.serving.serving_fakes import FakeRows
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -39,7 +39,7 @@ def test_an_invalid_request_id_is_replaced(given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("given", "is_valid"),
     [
         (PARENT, True),
         (f"01-{TRACE}-{SPAN}-00", True),
@@ -54,9 +54,9 @@ def test_an_invalid_request_id_is_replaced(given: str) -> None:
         ("", False),
     ],
 )
-def test_traceparent_is_parsed_by_the_standard(given: str, taken: bool) -> None:
+def test_traceparent_is_parsed_by_the_standard(given: str, is_valid: bool) -> None:
     names = parse_call_names([(b"x-request-id", b"c-1"), (b"traceparent", given.encode())])
-    assert names == (CallContext("c-1", TRACE, SPAN) if taken else CallContext("c-1"))
+    assert names == (CallContext("c-1", TRACE, SPAN) if is_valid else CallContext("c-1"))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,12 @@ def test_traceparent_is_parsed_by_the_standard(given: str, taken: bool) -> None:
         ("GET", "/", 200),
     ],
 )
-def test_every_answer_has_a_request_id(built: Built, method: str, path: str, status: int) -> None:
-    answer = client_of(built).request(method, path, json=BODY, headers={"x-request-id": "c-1"})
+def test_every_answer_has_a_request_id(
+    serving: InProcessServing, method: str, path: str, status: int
+) -> None:
+    answer = make_http_client(serving).request(method, path, json=BODY, headers={"x-request-id": "c-1"})
     assert answer.status_code == status and answer.headers.get_list("x-request-id") == ["c-1"]
-    assert client_of(built).request(method, path, json=BODY).headers["x-request-id"] != "c-1"
+    assert make_http_client(serving).request(method, path, json=BODY).headers["x-request-id"] != "c-1"
 
 
 def test_log_lines_contain_request_and_trace_id(tmp_path: Path) -> None:
@@ -83,30 +85,30 @@ def test_log_lines_contain_request_and_trace_id(tmp_path: Path) -> None:
 
     lines: list[str] = []
 
-    class Kept(logging.Handler):
+    class ListHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(JsonFormatter().format(record))
 
-    built, handler = build(tmp_path, Broken(SCHEMA)), Kept()
+    serving, handler = build_serving(tmp_path, Broken(SCHEMA)), ListHandler()
     logging.getLogger("roostream.serving").addHandler(handler)
     try:
         headers = {"x-request-id": "c-7", "traceparent": PARENT}
-        assert client_of(built).post("/v1/rank", json=BODY, headers=headers).status_code == 500
+        assert make_http_client(serving).post("/v1/rank", json=BODY, headers=headers).status_code == 500
     finally:
         logging.getLogger("roostream.serving").removeHandler(handler)
-        built.close()
-    told = json.loads(lines[0])
-    assert (told["call_id"], told["trace_id"], told["span_id"]) == (
+        serving.close()
+    line = json.loads(lines[0])
+    assert (line["call_id"], line["trace_id"], line["span_id"]) == (
         "c-7",
         TRACE,
         SPAN,
-    ) and "ZeroDivisionError" in told["error"]
+    ) and "ZeroDivisionError" in line["error"]
     assert CURRENT_CALL.get() is None
 
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """The spans that the SDK exports."""
+    """Return an in-memory exporter of OpenTelemetry's SDK."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
@@ -115,42 +117,44 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 
 def test_spans_continue_the_trace_of_the_caller(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    http = client_of(built)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), tracing=True)
+    http = make_http_client(serving)
     http.post("/v1/rank", json=BODY, headers={"traceparent": PARENT})
     http.get("/v1/users/17")
-    built.waiting_for.append("rows")
+    serving.waiting_for.append("rows")
     http.get("/readyz")
-    built.close()
+    serving.close()
     rank, unknown, ready = spans.get_finished_spans()
     assert rank.name == "POST /v1/rank" and dict(rank.attributes or {})["http.response.status_code"] == 200
     assert rank.parent is not None and (rank.parent.trace_id, rank.parent.span_id) == (
         int(TRACE, 16),
         int(SPAN, 16),
     )
-    assert unknown.name == "GET" and dict(unknown.attributes or {})["url.path"] == "", "names are bounded"
+    assert unknown.name == "GET" and dict(unknown.attributes or {})["url.path"] == "", (
+        "the number of span names is bounded"
+    )
     assert dict(ready.attributes or {})["http.response.status_code"] == 503
     assert ready.status.status_code is trace.StatusCode.ERROR and unknown.status.is_unset
 
 
 @pytest.mark.parametrize(
-    ("tracing", "asked", "is_logged", "why"),
+    ("tracing", "traceparent", "is_logged", "why"),
     [
-        (True, PARENT, True, "below the span of this call"),
-        (True, PARENT[:-1] + "0", False, "a caller who doesn't sample"),
-        (False, PARENT, False, "no spans are wanted"),
+        (True, PARENT, True, "records carry the span of this call"),
+        (True, PARENT[:-1] + "0", False, "the caller does not sample"),
+        (False, PARENT, False, "tracing is off"),
     ],
 )
 def test_records_of_a_traced_call_contain_its_span(
-    tracing: bool, asked: str, is_logged: bool, why: str, tmp_path: Path, spans: InMemorySpanExporter
+    tracing: bool, traceparent: str, is_logged: bool, why: str, tmp_path: Path, spans: InMemorySpanExporter
 ) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), tracing=tracing)
-    answer = client_of(built).post("/v1/rank", json=BODY, headers={"traceparent": asked})
-    (impression,) = [wire.decode(record.value)[1] for record in built.records()]
-    built.close()
-    own = [f"00-{TRACE}-{span.context.span_id:016x}-01" for span in spans.get_finished_spans()]
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), tracing=tracing)
+    answer = make_http_client(serving).post("/v1/rank", json=BODY, headers={"traceparent": traceparent})
+    (impression,) = [wire.decode(record.value)[1] for record in serving.records()]
+    serving.close()
+    exported = [f"00-{TRACE}-{span.context.span_id:016x}-01" for span in spans.get_finished_spans()]
     assert answer.status_code == 200 and isinstance(impression, pb.Impression)
-    assert ([impression.header.traceparent] if is_logged else []) == own, why
+    assert ([impression.header.traceparent] if is_logged else []) == exported, why
     assert is_logged or not impression.header.traceparent
     assert CURRENT_CALL.get() is None
 

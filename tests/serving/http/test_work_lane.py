@@ -1,5 +1,5 @@
-"""Engagements and retrieval beside rank requests: a share of the time, refused early, never in each other's
-way. Time is simulated by the event loop itself."""
+"""Work lanes: engagements and retrievals get a share of the time beside rank requests, are refused early
+under overload, and do not block rank requests. Time is simulated by the event loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from serving.errors import RequestError
 from serving.http.admission import AdmissionGate, WorkLane
 from serving.http.app import HttpInterface
-from tests.serving.retrieval_cases import retrieving
-from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.retrieval_cases import make_retrieval
+from tests.serving.serving_cases import BODY, SCHEMA, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 DEADLINE_S = 1.0
@@ -26,7 +26,7 @@ SECONDS = 20
 
 
 class SimulatedTimeLoop(asyncio.SelectorEventLoop):
-    """Instead of waiting, its clock jumps to the next timer."""
+    """An event loop that does not wait: its clock jumps to the next timer."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -97,21 +97,21 @@ def test_three_times_the_capacity_is_refused_early_and_the_rest_is_answered_in_t
 ) -> None:
     counts: Counter[str] = Counter()
 
-    async def ask(loop: SimulatedTimeLoop, lane: WorkLane) -> None:
-        came_s = loop.now_s
+    async def submit(loop: SimulatedTimeLoop, lane: WorkLane) -> None:
+        arrival_s = loop.now_s
         try:
-            lane.check(came_s + DEADLINE_S)
-            since_s = await lane.begin(came_s + DEADLINE_S)
+            lane.check(arrival_s + DEADLINE_S)
+            since_s = await lane.begin(arrival_s + DEADLINE_S)
         except RequestError as error:
             assert error.status == 429 and error.retry_after_s == 1
-            counts["refused at once" if loop.now_s == came_s else "refused late"] += 1
+            counts["refused at once" if loop.now_s == arrival_s else "refused late"] += 1
             return
         if share < 1:
             loop.now_s += service_s  # in the event loop
         else:
             await asyncio.sleep(service_s)  # in the scoring thread
         lane.end(since_s)
-        counts["in time" if loop.now_s <= came_s + DEADLINE_S else "late"] += 1
+        counts["in time" if loop.now_s <= arrival_s + DEADLINE_S else "late"] += 1
 
     async def main(loop: SimulatedTimeLoop) -> None:
         gate = AdmissionGate(256, loop.time)
@@ -119,7 +119,7 @@ def test_three_times_the_capacity_is_refused_early_and_the_rest_is_answered_in_t
         async with asyncio.TaskGroup() as tasks:
             for n in range(int(SECONDS * 3 * share / service_s)):
                 with gate.admit(DEADLINE_S):
-                    tasks.create_task(ask(loop, lane))
+                    tasks.create_task(submit(loop, lane))
                 await asyncio.sleep(n * service_s / share / 3 - loop.now_s)
 
     simulate(main)
@@ -128,7 +128,7 @@ def test_three_times_the_capacity_is_refused_early_and_the_rest_is_answered_in_t
     assert counts["late"] + counts["refused late"] <= 0.02 * possible + 4, counts
 
 
-def test_a_lane_goes_on_after_a_request_left_while_it_waited_for_its_turn() -> None:
+def test_a_lane_continues_after_a_waiting_request_is_cancelled() -> None:
     async def main(loop: SimulatedTimeLoop) -> None:
         lane = WorkLane(AdmissionGate(100, loop.time))
         since_s = await lane.begin(60.0)
@@ -162,9 +162,9 @@ async def post(app: HttpInterface, path: str, body: object, deadline_ms: int = 3
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 
 
-def test_a_list_of_engagements_gives_other_requests_turns(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    app = HttpInterface(built.context)
+def test_other_requests_run_while_a_list_of_engagements_is_parsed(tmp_path: Path) -> None:
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    app = HttpInterface(serving.context)
 
     async def main() -> int:
         turns, listed = 0, [CLICK | {"item_id": i} for i in range(1000)]
@@ -175,70 +175,70 @@ def test_a_list_of_engagements_gives_other_requests_turns(tmp_path: Path) -> Non
         assert answer.result()[0] == 200
         return turns
 
-    assert asyncio.run(main()) >= 10 and len(built.records()) == 1000
-    built.close()
+    assert asyncio.run(main()) >= 10 and len(serving.records()) == 1000
+    serving.close()
 
 
 def test_a_bad_engagement_at_the_end_of_a_list_leaves_nothing_in_the_log(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    app = HttpInterface(built.context)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    app = HttpInterface(serving.context)
     body = [CLICK | {"item_id": i} for i in range(999)] + [CLICK | {"action": ""}]
     status, answer = asyncio.run(post(app, "/v1/engagements", body))
-    assert status == 400 and answer["error"]["path"] == "$[999].action" and built.records() == []
-    built.close()
+    assert status == 400 and answer["error"]["path"] == "$[999].action" and serving.records() == []
+    serving.close()
 
 
 def test_too_many_engagements_in_progress_are_429_and_ranks_are_answered(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), max_in_flight=1)
-    app = HttpInterface(built.context)
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), max_in_flight=1)
+    app = HttpInterface(serving.context)
 
     async def main() -> None:
         lane = app.ranking.engagement_lane
         since_s = await lane.begin(asyncio.get_running_loop().time() + 60)
         status, answer = await post(app, "/v1/engagements", CLICK)
-        assert (status, answer["error"]["code"]) == (429, "overloaded") and built.records() == []
+        assert (status, answer["error"]["code"]) == (429, "overloaded") and serving.records() == []
         assert (await post(app, "/v1/rank", BODY))[0] == 200
         lane.end(since_s)
         assert (await post(app, "/v1/engagements", CLICK))[0] == 200
 
     asyncio.run(main())
-    built.close()
+    serving.close()
 
 
 def test_a_retrieval_that_misses_its_deadline_keeps_the_next_one_waiting_until_it_has_ended(
     tmp_path: Path,
 ) -> None:
-    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), max_in_flight=2)
-    kept.turn()
-    lane, who = kept.app.ranking.retrieval_lane, {"request_id": "r-1", "user_id": 17}
+    retrieval = make_retrieval(tmp_path / "home", FakeRows(SCHEMA), max_in_flight=2)
+    retrieval.turn()
+    lane, body = retrieval.app.ranking.retrieval_lane, {"request_id": "r-1", "user_id": 17}
     may_end = threading.Event()
-    kept.built.context.executor.submit(may_end.wait, 30)  # the scoring thread is busy
+    retrieval.serving.context.executor.submit(may_end.wait, 30)  # the scoring thread is busy
 
     async def main() -> None:
-        status, _ = await post(kept.app, "/v1/retrieve", who, deadline_ms=20)
+        status, _ = await post(retrieval.app, "/v1/retrieve", body, deadline_ms=20)
         assert status == 504
         may_end.set()
-        assert (await post(kept.app, "/v1/retrieve", who))[0] == 200
+        assert (await post(retrieval.app, "/v1/retrieve", body))[0] == 200
         await asyncio.sleep(0)
         assert lane.gate.in_flight == 0 and lane.gate.service_s > 0
 
     asyncio.run(main())
-    kept.built.close()
+    retrieval.serving.close()
 
 
 def test_retrievals_in_progress_refuse_further_ones_and_no_ranks(tmp_path: Path) -> None:
-    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), max_in_flight=1)
-    kept.turn()
-    who = {"request_id": "r-1", "user_id": 17}
+    retrieval = make_retrieval(tmp_path / "home", FakeRows(SCHEMA), max_in_flight=1)
+    retrieval.turn()
+    body = {"request_id": "r-1", "user_id": 17}
 
     async def main() -> None:
-        lane = kept.app.ranking.retrieval_lane
+        lane = retrieval.app.ranking.retrieval_lane
         since_s = await lane.begin(asyncio.get_running_loop().time() + 60)
         for path in ("/v1/retrieve",):
-            status, answer = await post(kept.app, path, who)
+            status, answer = await post(retrieval.app, path, body)
             assert (status, answer["error"]["code"]) == (429, "overloaded")
-        assert (await post(kept.app, "/v1/rank", BODY))[0] == 200
+        assert (await post(retrieval.app, "/v1/rank", BODY))[0] == 200
         lane.end(since_s)
 
     asyncio.run(main())
-    kept.built.close()
+    retrieval.serving.close()

@@ -1,4 +1,4 @@
-"""Bodies that nobody meant: whatever comes, it is a request or a refusal."""
+"""Parsing of inference requests: any body, however malformed, becomes a request or is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving.oip.tensors import TYPES, OutputTensor, encode_response, parse_infe
 from tests.serving.serving_cases import SCHEMA
 
 FEATURES = FeatureTensors(SCHEMA)
-NAMES = [about["name"] for about in FEATURES.inputs()]
+NAMES = [spec["name"] for spec in FEATURES.inputs()]
 LEAVES = (
     st.none()
     | st.booleans()
@@ -40,7 +40,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def taken(body: bytes, header: bytes | None) -> bool:
+def is_accepted(body: bytes, header: bytes | None) -> bool:
     try:
         request = FEATURES.build_request(parse_inference(body, header), "")
     except RequestError as error:
@@ -51,10 +51,10 @@ def taken(body: bytes, header: bytes | None) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(BODIES, st.binary(max_size=12), st.sampled_from([None, "right", "short"]))
-def test_any_json_is_accepted_or_refused(body: Any, tail: bytes, stated: str | None) -> None:
+def test_any_json_is_accepted_or_refused(body: Any, tail: bytes, header_size: str | None) -> None:
     head = json.dumps(body).encode()
-    header = None if stated is None else str(len(head) - 3 * (stated == "short")).encode()
-    taken(head + (tail if header else b""), header)
+    header = None if header_size is None else str(len(head) - 3 * (header_size == "short")).encode()
+    is_accepted(head + (tail if header else b""), header)
 
 
 def test_any_bytes_are_accepted_or_refused() -> None:
@@ -67,17 +67,17 @@ def test_any_bytes_are_accepted_or_refused() -> None:
         "parameters": {"binary_data_size": len(items)},
     }
     head = json.dumps({"inputs": [one]}).encode()
-    whole, header = head + items, str(len(head)).encode()
-    assert taken(whole, header)
+    valid_body, header = head + items, str(len(head)).encode()
+    assert is_accepted(valid_body, header)
     for _ in range(500):
-        body = bytearray(whole)
+        body = bytearray(valid_body)
         for _ in range(rng.randint(1, 3)):
             body[rng.randrange(len(body))] = rng.randrange(256)
-        taken(bytes(body[: rng.randint(0, len(body))] if rng.random() < 0.5 else body), header)
+        is_accepted(bytes(body[: rng.randint(0, len(body))] if rng.random() < 0.5 else body), header)
 
 
 def test_text_that_is_not_utf_8_is_refused_with_its_path() -> None:
-    """What msgspec doesn't look at while it reads the request, it finds in a tensor's data."""
+    """msgspec does not validate tensor data while it parses the request, so the error appears later."""
     body = b'{"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": ["\xbe"]}]}'
     with pytest.raises(RequestError, match="expected BYTES values") as refused:
         parse_inference(body, None)

@@ -1,4 +1,4 @@
-"""One Redis for the tests of a module."""
+"""Fixtures with a real Redis server, one for all tests of a module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis(redis_server: RedisServer) -> RedisServer:
-    """Running and empty."""
+    """A running, empty Redis."""
     if redis_server.is_running:
         with Redis.from_url(redis_server.url) as client:
             client.flushall()

@@ -1,4 +1,4 @@
-"""A real Redis on a drawn port, events, and a source of them in memory."""
+"""A real Redis server on a free port, random events, and an in-memory consumer of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_redis() -> str | None:
 
 
 class RedisServer:
-    """Starts and stops on one port; a start is always empty."""
+    """A Redis server that can be stopped and started again on the same port. It always starts empty."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -77,12 +77,12 @@ class RedisServer:
 
 
 def patient_hydrator(redis: RedisServer, schema: Schema) -> Hydrator:
-    """Its clock stands still, so no read is slow, however busy the machine is."""
+    """Return a hydrator with a fake clock, so that no read counts as slow on a busy machine."""
     return Hydrator(redis.url, "x.", schema, clock=FakeClock(), timeout_s=5.0)
 
 
 class MemoryEvents(MemoryConsumer):
-    """Both event topics, with a count of seeks."""
+    """An in-memory consumer of both event topics that counts its seeks."""
 
     def __init__(self, records: Iterable[Record], partitions: Sequence[Partition] = EVENT_PARTITIONS) -> None:
         super().__init__(partitions, records)
@@ -114,7 +114,9 @@ def heartbeat(time_ms: int) -> tuple[str, int, bytes]:
 
 
 def events(count: int, seed: int = 0) -> list[tuple[str, int, bytes]]:
-    """Views and clicks of a few users and items in time order, with heartbeats and garbage between them."""
+    """Return random views and clicks of a few users and items in time order, mixed with heartbeats and
+    unreadable records.
+    """
     rng = np.random.default_rng(seed)
     out = []
     for n in range(count):
@@ -131,11 +133,11 @@ def events(count: int, seed: int = 0) -> list[tuple[str, int, bytes]]:
 
 
 def records_of(given: list[tuple[str, int, bytes]]) -> list[Record]:
-    """Spread over partitions, offsets counted up in each."""
+    """Return records of these events, spread over partitions with consecutive offsets."""
     ends = dict.fromkeys(EVENT_PARTITIONS, 0)
     out = []
     for n, (topic, time_ms, value) in enumerate(given):
-        place = (topic, n % 4)
-        out.append(Record(*place, ends[place], time_ms, b"", value))
-        ends[place] += 1
+        partition = (topic, n % 4)
+        out.append(Record(*partition, ends[partition], time_ms, b"", value))
+        ends[partition] += 1
     return out

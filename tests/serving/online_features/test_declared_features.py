@@ -1,4 +1,4 @@
-"""Counters that a schema declares: one list of events gives one value in a replay, in Redis and to a
+"""Counters that a schema declares: the same events give the same values in a replay, in Redis and in a
 request."""
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SCHEMA = schema_with(COUNTERS)
 
 def event_of(number: int, event: List | Engagement) -> Event:
     if isinstance(event, Engagement):
-        its = event.of
+        request = event.of
         item = signed(event.item)
         return Action(
-            its.request,
-            its.user,
-            its.session,
+            request.request,
+            request.user,
+            request.session,
             event.time_ms,
             number,
             item,
             event.action,
             event.value,
-            surface=its.surface,
+            surface=request.surface,
         )
     items_n = np.array([signed(i) for i in event.items])
     return Request(
@@ -57,7 +57,7 @@ def event_of(number: int, event: List | Engagement) -> Event:
     )
 
 
-def updater_of(redis: RedisServer, records: list[Record], batch: int) -> FeatureUpdater:
+def make_updater(redis: RedisServer, records: list[Record], batch: int) -> FeatureUpdater:
     store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
     updater = FeatureUpdater(SCHEMA, store, MemoryEvents(records), "c", FeatureMetrics(CollectorRegistry()))
     updater.batch_records = batch
@@ -65,50 +65,52 @@ def updater_of(redis: RedisServer, records: list[Record], batch: int) -> Feature
     return updater
 
 
-def replayed(events: list[List | Engagement]) -> list[Record]:
-    """As a replay writes them, with offsets."""
-    return written([event_of(1 + number, event) for number, event in enumerate(events)])
+def to_records(events: list[List | Engagement]) -> list[Record]:
+    """Return these events as the records that a replay writes."""
+    return encode_events([event_of(1 + number, event) for number, event in enumerate(events)])
 
 
-def written(events: list[Event]) -> list[Record]:
-    edge, ends, records = ReplayEncoder(SCHEMA), dict[tuple[str, int], int](), []
+def encode_events(events: list[Event]) -> list[Record]:
+    encoder, ends, records = ReplayEncoder(SCHEMA), dict[tuple[str, int], int](), []
     for event in events:
-        record = edge.record(event)
-        place = (record.topic, record.partition)
-        records.append(record._replace(offset=ends.get(place, 0)))
-        ends[place] = ends.get(place, 0) + 1
+        record = encoder.record(event)
+        partition = (record.topic, record.partition)
+        records.append(record._replace(offset=ends.get(partition, 0)))
+        ends[partition] = ends.get(partition, 0) + 1
     return records
 
 
 def test_replay_and_serving_hydrate_equal_declared_features(redis: RedisServer) -> None:
     events = random_events(3, 60)
-    records = replayed(events)
+    records = to_records(events)
     hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
-    updater = updater_of(redis, records, 1)
+    updater = make_updater(redis, records, 1)
     for event, record in zip(events, records, strict=True):
         if isinstance(event, List):
             items_n = np.array([signed(i) for i in event.items])
             fields = reader.from_values(event.header, event.ro, event.nro, len(items_n))
             ro, nro = hydrator.read(event.user, items_n, event.time_ms, fields)
-            assert_holds(record, ro, nro, len(items_n))
+            assert_logged_equals_read(record, ro, nro, len(items_n))
         updater.step(0)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 512])
 def test_redis_and_replay_give_equal_values_for_any_batching(redis: RedisServer, batch: int) -> None:
-    events, edge, reader = random_events(5, 60), ReplayEncoder(SCHEMA), FieldReader(SCHEMA)
-    updater = updater_of(redis, replayed(events), batch)
+    events, encoder, reader = random_events(5, 60), ReplayEncoder(SCHEMA), FieldReader(SCHEMA)
+    updater = make_updater(redis, to_records(events), batch)
     while updater.step(0):
         pass
     for number, event in enumerate(events):
-        edge.record(event_of(1 + number, event))
+        encoder.record(event_of(1 + number, event))
     now_ms = events[-1].time_ms + 5000
-    edge.record(Request("last", 0, 0, now_ms, np.array([5])))  # everything before it is counted
+    encoder.record(Request("last", 0, 0, now_ms, np.array([5])))  # counts all events before it
     hydrator = patient_hydrator(redis, SCHEMA)
-    for asked in [e for e in events if isinstance(e, List)]:
-        items_n = np.array([signed(i) for i in asked.items])
-        fields = reader.from_values(asked.header, asked.ro, asked.nro, len(items_n))
-        read, known = (c.read(asked.user, items_n, now_ms, fields) for c in (hydrator, edge.counters))
+    for request_event in [e for e in events if isinstance(e, List)]:
+        items_n = np.array([signed(i) for i in request_event.items])
+        fields = reader.from_values(request_event.header, request_event.ro, request_event.nro, len(items_n))
+        read, known = (
+            c.read(request_event.user, items_n, now_ms, fields) for c in (hydrator, encoder.counters)
+        )
         assert read[0] == known[0]
         assert {k: v.tobytes() for k, v in read[1].items()} == {k: v.tobytes() for k, v in known[1].items()}
 
@@ -121,21 +123,26 @@ def test_retried_events_count_once_in_redis_and_in_replay(redis: RedisServer, ba
         again = [dataclasses.replace(event, time_ms=event.time_ms + late_ms) for late_ms in (0, 300)]
         retried += [event, *again]
     retried.sort(key=lambda event: event.time_ms)
-    updater = updater_of(redis, written(retried), batch)
+    updater = make_updater(redis, encode_events(retried), batch)
     while updater.step(0):
         pass
     expected, repeated = ReplayEncoder(SCHEMA), ReplayEncoder(SCHEMA)
     now_ms = retried[-1].time_ms + 5000
     last = Request("last", 0, 0, now_ms, np.array([5]))
-    for edge, events in ((expected, once), (repeated, retried)):
+    for encoder, events in ((expected, once), (repeated, retried)):
         for event in [*events, last]:
-            edge.record(event)
+            encoder.record(event)
     hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
-    for asked in [e for e in once if isinstance(e, Request)]:
-        header = asked.user_id, asked.session_id, asked.surface, asked.request_id
-        fields = reader.from_values(header, asked.ro, asked.nro, len(asked.items_n))
+    for request_event in [e for e in once if isinstance(e, Request)]:
+        header = (
+            request_event.user_id,
+            request_event.session_id,
+            request_event.surface,
+            request_event.request_id,
+        )
+        fields = reader.from_values(header, request_event.ro, request_event.nro, len(request_event.items_n))
         known, *others = (
-            source.read(asked.user_id, asked.items_n, now_ms, fields)
+            source.read(request_event.user_id, request_event.items_n, now_ms, fields)
             for source in (expected.counters, repeated.counters, hydrator)
         )
         for other in others:
@@ -145,8 +152,8 @@ def test_retried_events_count_once_in_redis_and_in_replay(redis: RedisServer, ba
             }
 
 
-def assert_holds(record: Record, ro: Any, nro: Any, num_rows: int) -> None:
-    """What was logged, feature by feature, is what was read."""
+def assert_logged_equals_read(record: Record, ro: Any, nro: Any, num_rows: int) -> None:
+    """Assert that each online feature in the logged record has the value that was read from Redis."""
     assert record.topic == IMPRESSIONS
     _, message = wire.decode(record.value)
     assert isinstance(message, pb.Impression)
@@ -163,30 +170,30 @@ def assert_holds(record: Record, ro: Any, nro: Any, num_rows: int) -> None:
 def test_a_crossed_counter_is_read_in_the_same_round_trip(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updater = updater_of(redis, replayed(random_events(3, 30)), 512)
+    updater = make_updater(redis, to_records(random_events(3, 30)), 512)
     updater.step(0)
     hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
-    before = calls(redis)
+    before = command_counts(redis)
     fields = reader.from_values((1, 1, "app", "new"), {"page": ["home"]}, {"category": [[11], None]}, 2)
     _, nro = hydrator.read(1, np.array([5, 6]), 1_700_000_999_000, fields)
     assert {"here_ctr_1h", "user_category_views", "at_this_hour"} <= set(nro)
-    after = calls(redis)
+    after = command_counts(redis)
     assert {
         name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)
     } == {"cmdstat_mget": 1, "cmdstat_info": 1}
 
 
-def calls(redis: RedisServer) -> dict[str, int]:
+def command_counts(redis: RedisServer) -> dict[str, int]:
     stats = redis_client.client(redis.url, timeout_s=2.0).info("commandstats")
     return {
-        name: its["calls"]
-        for name, its in stats.items()
+        name: command["calls"]
+        for name, command in stats.items()
         if name in ("cmdstat_mget", "cmdstat_get", "cmdstat_info")
     }
 
 
 def test_fields_expire_as_declared(redis: RedisServer) -> None:
-    updater = updater_of(redis, replayed(random_events(3, 12)), 512)
+    updater = make_updater(redis, to_records(random_events(3, 12)), 512)
     updater.step(0)
     connection = updater.store.connection
     lists = connection.keys(b"x.features:l:*")

@@ -1,4 +1,5 @@
-"""Hydration: what the updater wrote is what serving reads, and an absent Redis costs one short wait."""
+"""Hydration: serving reads the features that the updater wrote, and an unavailable Redis costs one short
+wait."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ BIG = (1 << 64) - 5
 
 @pytest.fixture
 def redis(redis: RedisServer) -> RedisServer:
-    """With a few features."""
+    """A Redis with features of a few events."""
     store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
     events = [impression(BIG, [7, BIG], T0), engagement(BIG, BIG, T0 + 1000)]
     updater = FeatureUpdater(

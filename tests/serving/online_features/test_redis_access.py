@@ -1,5 +1,5 @@
-"""A Redis that asks who one is, and one that is spoken to over TLS: the users of docs/operations/security.md
-and no more."""
+"""Redis with access control and TLS: the users that docs/operations/security.md defines have exactly the
+permissions that they need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PASSWORDS = {"updater": "up/date@r", "serving": "s3rv?ng"}
 
 
 def users() -> dict[str, list[str]]:
-    """User → the rules that the page gives it."""
+    """Return the access rules of each user, as the page lists them."""
     return {
         name: rules.split()
         for name, rules in re.findall(r"^ACL SETUSER (\w+) (.+)$", PAGE.read_text(), re.MULTILINE)
@@ -54,8 +54,8 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.start()
     root = redis_client.client(server.url, timeout_s=2.0)
     for name, rules in users().items():
-        own = [rule.replace("site.", "x.").replace("PASSWORD", PASSWORDS[name]) for rule in rules]
-        root.execute_command("ACL", "SETUSER", name, *own)
+        user_rules = [rule.replace("site.", "x.").replace("PASSWORD", PASSWORDS[name]) for rule in rules]
+        root.execute_command("ACL", "SETUSER", name, *user_rules)
     root.execute_command("ACL", "SETUSER", "default", "off")
     yield server
     server.stop()
@@ -81,14 +81,14 @@ def update(address: str) -> None:
 def test_serving_has_read_only_access_to_redis(redis: RedisServer, tmp_path: Path) -> None:
     assert set(users()) == set(PASSWORDS)
     update(url(tmp_path, redis.url, "updater"))
-    mine = url(tmp_path, redis.url, "serving")
-    assert Hydrator(mine, "x.", Schema(), timeout_s=5.0).read(5, [7, 8], T0 + 2000)[1][
+    serving_url = url(tmp_path, redis.url, "serving")
+    assert Hydrator(serving_url, "x.", Schema(), timeout_s=5.0).read(5, [7, 8], T0 + 2000)[1][
         "user_clicks"
     ].tolist() == [0, 1]
     with pytest.raises(UnavailableError, match="no permissions"):
-        update(mine)
+        update(serving_url)
     with pytest.raises(UnavailableError, match="no permissions"):
-        Hydrator(mine, "other.", Schema()).read(5, [7], T0)
+        Hydrator(serving_url, "other.", Schema()).read(5, [7], T0)
     for command in (("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("GET", "other")):
         for name in PASSWORDS:
             address = url(tmp_path, redis.url, name)
@@ -103,8 +103,8 @@ def test_a_wrong_redis_password_fails_without_printing_it(redis: RedisServer, tm
         assert "hunter2" not in str(refused.value)
 
 
-class Terminator:
-    """TLS in front of a server that has none built in; ends with `close`."""
+class TlsProxy:
+    """A TLS proxy in front of a server that has no TLS built in. Call `close` at the end."""
 
     def __init__(self, certificate: tuple[str, str], port: int) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -124,17 +124,17 @@ class Terminator:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
-                threading.Thread(target=self._carry, args=(near,), daemon=True).start()
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(client,), daemon=True).start()
 
     def _carry(self, plain: socket.socket) -> None:
         with contextlib.suppress(OSError), contextlib.closing(plain):
-            near = self._context.wrap_socket(plain, server_side=True)
-            far = socket.create_connection(("127.0.0.1", self.port))
-            self._opened.callback(near.close)
-            self._opened.callback(far.close)
-            threading.Thread(target=_copy, args=(far, near), daemon=True).start()
-            _copy(near, far)
+            client = self._context.wrap_socket(plain, server_side=True)
+            server = socket.create_connection(("127.0.0.1", self.port))
+            self._opened.callback(client.close)
+            self._opened.callback(server.close)
+            threading.Thread(target=_copy, args=(server, client), daemon=True).start()
+            _copy(client, server)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
@@ -145,16 +145,16 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 def test_redis_over_tls_must_present_a_certificate_for_its_host(redis: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
-    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path / "theirs", "theirs")
-    front = Terminator(ours.issue("redis"), redis.port)
-    port = front.address.partition(":")[2]
+    trusted, other = Authority(tmp_path, "ours"), Authority(tmp_path / "theirs", "theirs")
+    proxy = TlsProxy(trusted.issue("redis"), redis.port)
+    port = proxy.address.partition(":")[2]
     try:
-        update(url(tmp_path, f"rediss://{front.address}/0", "updater", str(ours.pem)))
+        update(url(tmp_path, f"rediss://{proxy.address}/0", "updater", str(trusted.pem)))
         for address, ca in (
-            (front.address, theirs),
-            (f"localhost:{port}", ours),
-        ):  # another authority; a host that it isn't for
+            (proxy.address, other),
+            (f"localhost:{port}", trusted),
+        ):  # another authority; a host that the certificate is not for
             with pytest.raises(UnavailableError, match="certificate"):
                 update(url(tmp_path, f"rediss://{address}/0", "updater", str(ca.pem)))
     finally:
-        front.close()
+        proxy.close()

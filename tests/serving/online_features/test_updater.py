@@ -1,5 +1,5 @@
-"""The updater over a real Redis gives the features that counters in memory give, through restarts and
-losses."""
+"""The feature updater with a real Redis gives the same features as counters in memory, also after restarts,
+crashes and losses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOW = T0 + 10_000_000
 
 
 class EndingEvents(MemoryEvents):
-    """Stops its reader when nothing is left."""
+    """Sets `stop` when there are no more events."""
 
     def __init__(self, records: Iterable[Record], stop: threading.Event) -> None:
         super().__init__(records)
@@ -66,7 +66,7 @@ class EndingEvents(MemoryEvents):
         return found
 
 
-def opened(
+def open_updater(
     redis: RedisServer,
     source: MemoryEvents,
     cluster: str = "c1",
@@ -83,8 +83,8 @@ def opened(
     return updater
 
 
-def in_memory(records: list[Record]) -> Counters:
-    """The contract's other store: the same events, merged alike, applied to counters in memory."""
+def count_in_memory(records: list[Record]) -> Counters:
+    """Apply the same events in the same order to counters in memory, as the expected result."""
     source, counters = MemoryEvents(records), Counters(Schema())
     source.seek({})
     for record in source.poll(1 << 30, 0):
@@ -103,7 +103,7 @@ def features(counters: Counters, user_id: int) -> tuple[Any, Any]:
 
 
 def assert_equal(store: FeatureStore, records: list[Record]) -> None:
-    expected = in_memory(records)
+    expected = count_in_memory(records)
     for user in range(4):
         got = Counters(Schema())
         store.load(got, got.keys(user, ITEMS, NOW))
@@ -120,7 +120,7 @@ def drain(updater: FeatureUpdater) -> int:
 @pytest.mark.parametrize("batch", [1, 3, 512])
 def test_redis_and_memory_give_equal_features_for_any_batching(redis: RedisServer, batch: int) -> None:
     records = records_of(events(120))
-    updater = opened(redis, MemoryEvents(records), batch=batch)
+    updater = open_updater(redis, MemoryEvents(records), batch=batch)
     assert drain(updater) == len(records)
     assert_equal(updater.store, records)
     assert updater.metrics.bad.collect()[0].samples[0].value == sum(
@@ -131,24 +131,24 @@ def test_redis_and_memory_give_equal_features_for_any_batching(redis: RedisServe
 def test_a_restart_neither_loses_nor_repeats_events(redis: RedisServer) -> None:
     records = records_of(events(60))
     for steps in (2, 3, 1):
-        updater = opened(redis, MemoryEvents(records), batch=10)
+        updater = open_updater(redis, MemoryEvents(records), batch=10)
         for _ in range(steps):
             updater.step(0)
-    drain(opened(redis, MemoryEvents(records)))
+    drain(open_updater(redis, MemoryEvents(records)))
     assert_equal(updater.store, records)
 
 
-def test_of_two_updaters_only_one_writes(redis: RedisServer) -> None:
+def test_two_updaters_of_the_same_partitions_count_every_event_once(redis: RedisServer) -> None:
     records = records_of(events(40))
-    first, second = opened(redis, MemoryEvents(records)), opened(redis, MemoryEvents(records))
+    first, second = open_updater(redis, MemoryEvents(records)), open_updater(redis, MemoryEvents(records))
     assert first.step(0) and second.step(0)
-    assert second.source.seeks == 2, "the second found other offsets and read them again"  # type: ignore[attr-defined]
+    assert second.source.seeks == 2, "the second updater found newer offsets in Redis and continued from them"  # type: ignore[attr-defined]
     drain(first), drain(second)
     assert_equal(first.store, records)
 
 
 class FaultyRedis(Redis):
-    """Calls `before` ahead of each command, with its number, and `after` behind it."""
+    """A Redis client that calls `before` and `after` around each command, with the command's number."""
 
     before: Callable[[int], None] = staticmethod(lambda number: None)
     after: Callable[[int], None] = staticmethod(lambda number: None)
@@ -163,7 +163,7 @@ class FaultyRedis(Redis):
         return answer
 
 
-def faulty(redis: RedisServer) -> FaultyRedis:
+def connect_faulty(redis: RedisServer) -> FaultyRedis:
     connection: FaultyRedis = FaultyRedis.from_url(redis.url, socket_timeout=5.0)
     return connection
 
@@ -171,12 +171,11 @@ def faulty(redis: RedisServer) -> FaultyRedis:
 def test_a_large_batch_is_committed_in_pieces_of_bounded_commands(redis: RedisServer) -> None:
     items = list(range(3 * MAX_KEYS))
     records = records_of([impression(1, items, T0), engagement(1, 7, T0 + 1000)])
-    connection = faulty(redis)
-    updater = opened(redis, MemoryEvents(records), connection=connection)
+    connection = connect_faulty(redis)
+    updater = open_updater(redis, MemoryEvents(records), connection=connection)
     assert drain(updater) == 2 and connection.num_commands > 10
     assert_equal(updater.store, records)
-    left = list(connection.scan_iter(match=b"*redo*"))
-    assert left == [], "staged pieces are deleted"
+    assert list(connection.scan_iter(match=b"*redo*")) == [], "staged pieces are deleted"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -184,13 +183,13 @@ def test_a_crash_at_any_command_of_a_commit_neither_loses_nor_doubles_events(
     redis: RedisServer, when: str
 ) -> None:
     records = records_of(events(14))
-    for prefix in ("first.", "second."):  # the first one also loads the scripts
-        connection = faulty(redis)
-        drain(opened(redis, MemoryEvents(records), prefix=prefix, connection=connection, max_keys=6))
+    for prefix in ("first.", "second."):  # the first run also loads the scripts
+        connection = connect_faulty(redis)
+        drain(open_updater(redis, MemoryEvents(records), prefix=prefix, connection=connection, max_keys=6))
     total = connection.num_commands
     assert total > 12
     for crash_at in range(1, total + 1):
-        connection, prefix = faulty(redis), f"crash{crash_at}."
+        connection, prefix = connect_faulty(redis), f"crash{crash_at}."
 
         def crash(number: int, crash_at: int = crash_at) -> None:
             if number == crash_at:
@@ -198,23 +197,25 @@ def test_a_crash_at_any_command_of_a_commit_neither_loses_nor_doubles_events(
 
         setattr(connection, when, crash)
         with pytest.raises(UnavailableError):
-            drain(opened(redis, MemoryEvents(records), prefix=prefix, connection=connection, max_keys=6))
-        again = opened(redis, MemoryEvents(records), prefix=prefix, max_keys=6)
+            drain(
+                open_updater(redis, MemoryEvents(records), prefix=prefix, connection=connection, max_keys=6)
+            )
+        again = open_updater(redis, MemoryEvents(records), prefix=prefix, max_keys=6)
         drain(again)
         assert_equal(again.store, records)
 
 
-def test_an_updater_that_was_replaced_within_a_commit_overwrites_nothing(redis: RedisServer) -> None:
+def test_an_updater_that_was_replaced_during_a_commit_overwrites_nothing(redis: RedisServer) -> None:
     records = records_of(events(40))
     for moment in range(3, 14):
-        connection, prefix = faulty(redis), f"moment{moment}."
+        connection, prefix = connect_faulty(redis), f"moment{moment}."
 
         def replace(number: int, moment: int = moment, prefix: str = prefix) -> None:
             if number == moment:
-                drain(opened(redis, MemoryEvents(records), prefix=prefix, max_keys=6))
+                drain(open_updater(redis, MemoryEvents(records), prefix=prefix, max_keys=6))
 
         connection.before = replace
-        slow = opened(
+        slow = open_updater(
             redis, MemoryEvents(records), prefix=prefix, batch=20, connection=connection, max_keys=6
         )
         drain(slow)
@@ -222,32 +223,32 @@ def test_an_updater_that_was_replaced_within_a_commit_overwrites_nothing(redis: 
         assert_equal(slow.store, records)
 
 
-def test_when_staged_pieces_are_gone_everything_is_filled_again(
+def test_features_are_rebuilt_from_the_first_event_if_staged_pieces_are_lost(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = records_of(events(14))
-    connection = faulty(redis)
-    looking = redis_client.client(redis.url, timeout_s=5.0)
+    connection = connect_faulty(redis)
+    observer = redis_client.client(redis.url, timeout_s=5.0)
 
     def crash(number: int) -> None:
-        if looking.hget(b"x.features:at", b"pending:0"):
+        if observer.hget(b"x.features:at", b"pending:0"):
             raise ConnectionError("the updater was killed")
 
     connection.after = crash
     with pytest.raises(UnavailableError):
-        drain(opened(redis, MemoryEvents(records), prefix="x.", connection=connection, max_keys=6))
-    staged = sorted(looking.scan_iter(match=b"x.features:redo*"))
+        drain(open_updater(redis, MemoryEvents(records), prefix="x.", connection=connection, max_keys=6))
+    staged = sorted(observer.scan_iter(match=b"x.features:redo*"))
     assert len(staged) > 1
-    looking.delete(staged[0])
-    again = opened(redis, MemoryEvents(records), prefix="x.", max_keys=6)
+    observer.delete(staged[0])
+    again = open_updater(redis, MemoryEvents(records), prefix="x.", max_keys=6)
     drain(again)
     assert "filled again" in caplog.text
     assert_equal(again.store, records)
 
 
-def test_an_emptied_redis_is_filled_again_from_the_first_event(redis: RedisServer) -> None:
+def test_an_emptied_redis_is_rebuilt_from_the_first_event(redis: RedisServer) -> None:
     records = records_of(events(60))
-    updater = opened(redis, MemoryEvents(records), batch=20)
+    updater = open_updater(redis, MemoryEvents(records), batch=20)
     updater.step(0)
     redis.stop()
     redis.start()
@@ -262,17 +263,17 @@ def test_another_kafka_cluster_starts_empty_and_keeps_other_prefixes(redis: Redi
         records_of(events(30, seed=2)),
         records_of(events(30, seed=3)),
     )
-    drain(opened(redis, MemoryEvents(old)))
-    beside = opened(redis, MemoryEvents(other), prefix="ab[")
-    drain(beside)
-    updater = opened(redis, MemoryEvents(new), cluster="c2")
+    drain(open_updater(redis, MemoryEvents(old)))
+    other_prefix = open_updater(redis, MemoryEvents(other), prefix="ab[")
+    drain(other_prefix)
+    updater = open_updater(redis, MemoryEvents(new), cluster="c2")
     drain(updater)
     assert_equal(updater.store, new)
-    assert_equal(beside.store, other)
+    assert_equal(other_prefix.store, other)
 
 
 class OutageClock(FakeClock):
-    """Calls `during` with the number of the wait each time that the program waits."""
+    """A fake clock that calls `during` with the number of the wait, each time that the program waits."""
 
     def __init__(self, during: Callable[[int], None]) -> None:
         super().__init__()
@@ -286,7 +287,7 @@ class OutageClock(FakeClock):
 
 def test_an_unavailable_redis_is_awaited_and_nothing_is_lost(redis: RedisServer) -> None:
     records, stop = records_of(events(50)), threading.Event()
-    updater = opened(redis, EndingEvents(records, stop))
+    updater = open_updater(redis, EndingEvents(records, stop))
     redis.stop()
 
     def during(waits: int) -> None:
@@ -302,11 +303,11 @@ def test_an_unavailable_redis_is_awaited_and_nothing_is_lost(redis: RedisServer)
 def test_an_outage_of_kafka_is_logged_once_and_the_program_is_not_ready(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis answers all the while, which does not end the outage."""
+    """Redis answers all the time, but that does not end the outage of Kafka."""
     caplog.set_level(logging.INFO, logger="roostream")
     records, stop = records_of(events(5)), threading.Event()
     source = EndingEvents(records, stop)
-    updater = opened(redis, source)
+    updater = open_updater(redis, source)
     source.away = True
     unready: list[str] = []
 
@@ -317,7 +318,9 @@ def test_an_outage_of_kafka_is_logged_once_and_the_program_is_not_ready(
     clock = OutageClock(during)
     health = Health(60, clock)
     follow(updater, stop, Backoff(what="Redis and Kafka", clock=clock), health)
-    assert clock.waits == 12 and source.seeks == 14, "opened, refused twelve times, then let in"
+    assert clock.waits == 12 and source.seeks == 14, (
+        "one seek at the start, twelve that failed, one that succeeded"
+    )
     assert_equal(updater.store, records)
     assert [line.levelname for line in caplog.records] == ["WARNING", "INFO"]
     assert "is back after" in caplog.records[-1].message
@@ -325,7 +328,7 @@ def test_an_outage_of_kafka_is_logged_once_and_the_program_is_not_ready(
 
 
 def test_a_stop_while_redis_is_unavailable_is_clean(redis: RedisServer) -> None:
-    updater, stop = opened(redis, MemoryEvents([])), threading.Event()
+    updater, stop = open_updater(redis, MemoryEvents([])), threading.Event()
     redis.stop()
     follow(updater, stop, Backoff(what="Redis", clock=OutageClock(lambda waits: stop.set())), Health(60))
     redis.start()
@@ -333,7 +336,7 @@ def test_a_stop_while_redis_is_unavailable_is_clean(redis: RedisServer) -> None:
 
 
 def test_states_of_another_version_stop_the_updater_with_one_sentence(redis: RedisServer) -> None:
-    updater = opened(redis, MemoryEvents(records_of([impression(1, [5], T0)])))
+    updater = open_updater(redis, MemoryEvents(records_of([impression(1, [5], T0)])))
     updater.store.connection.set(updater.store.key("item", 5), b"\x09")
     with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
         updater.step(0)
@@ -364,7 +367,7 @@ def test_the_program_waits_for_kafka_until_it_is_stopped(tmp_path: Path) -> None
     program = threading.Thread(target=features_body, args=(config, stop))
     program.start()
     program.join(0.5)
-    assert program.is_alive(), "it waits"
+    assert program.is_alive(), "the program still waits"
     stop.set()
     program.join(30)
     assert not program.is_alive()
@@ -380,24 +383,24 @@ def test_wrong_settings_are_refused_before_the_program_waits(tmp_path: Path) -> 
         FeaturesConfig(bootstrap="127.0.0.1:1", redis="127.0.0.1", schema=tmp_path / "schema.toml")
 
 
-def by_key(given: list[tuple[str, int, bytes]]) -> list[Record]:
-    """As records in the partitions of their users."""
+def records_by_user(event_list: list[tuple[str, int, bytes]]) -> list[Record]:
+    """Return records of these events, each in the partition of its user."""
     ends, out = dict.fromkeys(EVENT_PARTITIONS, 0), []
-    for topic, time_ms, value in given:
+    for topic, time_ms, value in event_list:
         try:
             message = wire.decode(value)[1]
         except WireError:
             continue
-        place = (topic, message.header.user_id % 4 if hasattr(message, "header") else 0)
-        out.append(Record(*place, ends[place], time_ms, b"", value))
-        ends[place] += 1
+        partition = (topic, message.header.user_id % 4 if hasattr(message, "header") else 0)
+        out.append(Record(*partition, ends[partition], time_ms, b"", value))
+        ends[partition] += 1
     return out
 
 
-def several(
+def open_updaters(
     redis: RedisServer, records: list[Record], count: int, *, batch: int = 512, max_keys: int = MAX_KEYS
 ) -> list[FeatureUpdater]:
-    """One updater for each part of the partitions, opened."""
+    """Open `count` updaters, each for its share of the partitions."""
     updaters = []
     for index in range(count):
         connection = redis_client.client(redis.url, timeout_s=5.0)
@@ -411,32 +414,32 @@ def several(
 
 
 def assert_read_like_one(redis: RedisServer, records: list[Record]) -> None:
-    """A reader finds the features of all events; decayed sums are rounded differently."""
-    expected = in_memory(records)
+    """Assert that a hydrator reads the features of all events. Decayed sums may differ by rounding."""
+    expected = count_in_memory(records)
     reader = Hydrator(redis.url, "s.", Schema(), clock=FakeClock(), timeout_s=5.0)
     for user in range(4):
         ro, nro = reader.read(user, ITEMS, NOW)
-        wanted_ro, wanted_nro = expected.read(user, ITEMS, NOW)
-        assert ro == wanted_ro
-        for name, column in wanted_nro.items():
+        expected_ro, expected_nro = expected.read(user, ITEMS, NOW)
+        assert ro == expected_ro
+        for name, column in expected_nro.items():
             np.testing.assert_allclose(nro[name], column, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_several_updaters_count_every_event_once(redis: RedisServer, count: int) -> None:
-    records = by_key(events(160))
-    updaters = several(redis, records, count, batch=7)
+    records = records_by_user(events(160))
+    updaters = open_updaters(redis, records, count, batch=7)
     while sum(updater.step(0) for updater in updaters):
         pass
     assert_read_like_one(redis, records)
 
 
 def test_another_number_of_updaters_continues_where_the_others_stopped(redis: RedisServer) -> None:
-    records = by_key(events(240))
+    records = records_by_user(events(240))
     old: list[FeatureUpdater] = []
     for count in (1, 4, 2, 3):
-        new = several(redis, records, count, batch=9, max_keys=6)
-        for updater in [*new, *old]:  # those of before run on for a while
+        new = open_updaters(redis, records, count, batch=9, max_keys=6)
+        for updater in [*new, *old]:  # the old updaters keep running for a while
             updater.step(0)
             updater.step(0)
         old = new
@@ -451,11 +454,11 @@ def test_only_updater_0_begins_with_the_events_of_another_cluster(redis: RedisSe
     )
     with pytest.raises(UnavailableError, match="updater 0"):
         store.offsets("c1")
-    several(redis, [], 1)
+    open_updaters(redis, [], 1)
     assert store.offsets("c1") == {}
 
 
-def test_an_updater_of_too_high_a_number_is_refused() -> None:
+def test_an_updater_index_out_of_range_is_refused() -> None:
     common: dict[str, Any] = {"bootstrap": "k:1", "schema": "s", "redis": "redis://r:1/0"}
     with pytest.raises(ConfigError, match="index"):
         FeaturesConfig(**common, index=2, num_updaters=2)
@@ -463,8 +466,8 @@ def test_an_updater_of_too_high_a_number_is_refused() -> None:
         FeaturesConfig(**common, partitions=4, index=4, num_updaters=8)
 
 
-class Epochs(MemoryEvents):
-    """Every record has this leader epoch; `sought` are the epochs of the last `seek`."""
+class EventsWithLeaderEpochs(MemoryEvents):
+    """Events whose records all have the leader epoch `epoch`; `sought` has the epochs of the last `seek`."""
 
     epoch = 5
     sought: Mapping[Partition, int] = MappingProxyType({})
@@ -478,31 +481,32 @@ class Epochs(MemoryEvents):
 
 
 def test_the_next_updater_knows_the_leader_epochs_of_the_stored_offsets(redis: RedisServer) -> None:
-    """With them its consumer notices that a broker lost these offsets and gave them to other records."""
+    """With the epochs, the consumer notices if a broker lost these offsets and reused them for other
+    records."""
     records = records_of(events(60))
-    source = Epochs(records)
-    updater = opened(redis, source, batch=20)
+    source = EventsWithLeaderEpochs(records)
+    updater = open_updater(redis, source, batch=20)
     assert source.sought == {}
     updater.step()
     read = {p for p, at in source.positions().items() if at}
-    source = Epochs(records)
-    updater = opened(redis, source, batch=20)
+    source = EventsWithLeaderEpochs(records)
+    updater = open_updater(redis, source, batch=20)
     assert source.sought == dict.fromkeys(read, 5)
     source.epoch = 6
     updater.step()
-    source = Epochs(records)
-    opened(redis, source)
+    source = EventsWithLeaderEpochs(records)
+    open_updater(redis, source)
     assert set(source.sought.values()) == {6}
 
 
 def test_a_leader_epoch_of_other_offsets_is_not_used(redis: RedisServer) -> None:
     """Updaters of older versions store offsets without epochs."""
     records = records_of(events(60))
-    opened(redis, Epochs(records), batch=20).step()
-    older = opened(redis, MemoryEvents(records), batch=20)
+    open_updater(redis, EventsWithLeaderEpochs(records), batch=20).step()
+    older = open_updater(redis, MemoryEvents(records), batch=20)
     older.step()
-    source = Epochs(records)
-    updater = opened(redis, source)
+    source = EventsWithLeaderEpochs(records)
+    updater = open_updater(redis, source)
     moved = {p for p, at in older.source.positions().items() if at}
     assert not moved & source.sought.keys()
     updater.step()

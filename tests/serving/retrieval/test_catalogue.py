@@ -1,4 +1,5 @@
-"""A catalogue's file: what it gives, in pieces as whole, and what is refused with its line."""
+"""The catalogue file: the items and features read from it, and the invalid lines that are refused with their
+number."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from serving.retrieval.catalogue import (
     load_catalogue,
     read_catalogue,
 )
-from tests.serving.retrieval_cases import NUM_ITEMS, item_of, whole, write_items
+from tests.serving.retrieval_cases import NUM_ITEMS, make_catalogue, make_item, write_items
 from tests.serving.serving_cases import SCHEMA
 
 
@@ -33,22 +34,22 @@ def read(*rows: Any) -> Catalogue:
 
 
 def test_items_are_found_by_id() -> None:
-    catalogue = whole()
+    catalogue = make_catalogue()
     assert len(catalogue) == NUM_ITEMS and (np.diff(catalogue.id_I) > 0).all()
     assert {signed(item_id(given)): given for given in catalogue.client_id_I} == dict(
         zip(catalogue.id_I.tolist(), catalogue.client_id_I, strict=True)
     )
-    assert set(catalogue.client_id_I) == {item_of(i)["item_id"] for i in range(NUM_ITEMS)}
+    assert set(catalogue.client_id_I) == {make_item(i)["item_id"] for i in range(NUM_ITEMS)}
     assert catalogue.attributes.allowed({"lang": "da"}).sum() == NUM_ITEMS / 2
 
 
 def test_features_equal_those_of_the_file_for_any_selection() -> None:
-    catalogue = whole()
+    catalogue = make_catalogue()
     slots = catalogue.find_slots(catalogue.id_I[[40, 3, 17]])
     features = catalogue.features(slots)
     for at, slot in enumerate(slots.tolist()):
-        given = catalogue.client_id_I[slot]
-        row = next(item_of(i) for i in range(NUM_ITEMS) if item_of(i)["item_id"] == given)
+        client_id = catalogue.client_id_I[slot]
+        row = next(make_item(i) for i in range(NUM_ITEMS) if make_item(i)["item_id"] == client_id)
         assert features["item"][at] == [catalogue.id_I[slot]]
         assert features["topics"][at] == row.get("topics")
         assert (
@@ -59,16 +60,16 @@ def test_features_equal_those_of_the_file_for_any_selection() -> None:
 
 
 def test_selected_items_equal_a_decoded_request_with_them() -> None:
-    catalogue, slots = whole(), np.array([3, 17, 40])
-    taken = catalogue.take(slots)
+    catalogue, slots = make_catalogue(), np.array([3, 17, 40])
+    selected = catalogue.take(slots)
     block = encode_nro(SCHEMA, catalogue.features(slots), 3)
-    again = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode_request(
+    decoded = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode_request(
         b"", block, catalogue.id_I[slots], 0
     )
-    np.testing.assert_array_equal(taken.nro_float_BF, again.nro_float_BF)
-    np.testing.assert_array_equal(taken.nro_lists.values, again.nro_lists.values)
-    np.testing.assert_array_equal(taken.nro_lists.lengths_KN, again.nro_lists.lengths_KN)
-    np.testing.assert_array_equal(taken.item_B, again.item_B)
+    np.testing.assert_array_equal(selected.nro_float_BF, decoded.nro_float_BF)
+    np.testing.assert_array_equal(selected.nro_lists.values, decoded.nro_lists.values)
+    np.testing.assert_array_equal(selected.nro_lists.lengths_KN, decoded.nro_lists.lengths_KN)
+    np.testing.assert_array_equal(selected.item_B, decoded.item_B)
 
 
 def test_every_kind_of_list_round_trips() -> None:
@@ -143,7 +144,7 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         load_catalogue(SCHEMA, tmp_path / "absent.jsonl")
 
 
-# ---- Items by their attributes: of each name one of the values asked for.
+# Tests of filters: an item passes if it has one of the wanted values of each attribute.
 
 
 ATTRIBUTES = Attributes(
@@ -157,9 +158,9 @@ ATTRIBUTES = Attributes(
         ({}, [0, 1, 2, 3]),
         ({"lang": "da"}, [0]),
         ({"lang": ["da", "en"]}, [0, 1]),
-        ({"tags": "b"}, [0, 2]),  # one of several values of the item's own
-        ({"tags": "b", "paid": 1}, [2]),  # all names
-        ({"paid": True}, [1]),  # true isn't 1
+        ({"tags": "b"}, [0, 2]),  # one of the item's several values
+        ({"tags": "b", "paid": 1}, [2]),  # all attributes must match
+        ({"paid": True}, [1]),  # true does not equal 1
         ({"lang": "sv"}, []),  # a value that no item has
         ({"lang": []}, []),
     ],
@@ -171,9 +172,9 @@ def test_a_filter_matches_one_of_the_values_of_each_attribute(
 
 
 def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(RequestError, match="no item has attribute 'lng'; did you mean 'lang'") as told:
+    with pytest.raises(RequestError, match="no item has attribute 'lng'; did you mean 'lang'") as refused:
         ATTRIBUTES.allowed({"lng": "da"})
-    assert (told.value.status, told.value.path) == (400, "$.filter.lng")
+    assert (refused.value.status, refused.value.path) == (400, "$.filter.lng")
 
 
 @pytest.mark.parametrize(

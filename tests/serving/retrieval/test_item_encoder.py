@@ -1,4 +1,4 @@
-"""An item's vector depends on nothing but the item, its rows and the version."""
+"""The vector of an item depends only on the item, its embedding rows and the model version."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from serving.retrieval.item_vectors import check_item_features, encode_items
-from tests.serving.retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, packed_version, whole
+from tests.serving.retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, make_catalogue, make_version
 from tests.serving.serving_cases import NOW_MS, SCHEMA
 from tests.serving.serving_fakes import FakeRows
 
 
 def towers() -> Retrieval:
-    model = retrieval_model(packed_version().model)
+    model = retrieval_model(make_version().model)
     assert model is not None
     return model
 
 
 def test_an_item_vector_has_norm_one_and_does_not_depend_on_the_batch() -> None:
-    model, rows, catalogue = towers(), FakeRows(SCHEMA), whole()
-    every_ID = encode_items(model, rows, catalogue.items)
-    assert every_ID.shape == (NUM_ITEMS, 4) and len(np.unique(every_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
-    np.testing.assert_allclose(np.linalg.norm(every_ID, axis=1), 1.0, atol=1e-3)
+    model, rows, catalogue = towers(), FakeRows(SCHEMA), make_catalogue()
+    all_ID = encode_items(model, rows, catalogue.items)
+    assert all_ID.shape == (NUM_ITEMS, 4) and len(np.unique(all_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
+    np.testing.assert_allclose(np.linalg.norm(all_ID, axis=1), 1.0, atol=1e-3)
     for slot in (0, 17, 59):
         np.testing.assert_allclose(
-            encode_items(model, rows, catalogue.take(np.array([slot])))[0], every_ID[slot], atol=1e-6
+            encode_items(model, rows, catalogue.take(np.array([slot])))[0], all_ID[slot], atol=1e-6
         )
 
 
 def test_an_item_vector_equals_that_of_training() -> None:
-    model, rows, catalogue, slots = towers(), FakeRows(SCHEMA), whole(), np.array([5, 6, 7])
+    model, rows, catalogue, slots = towers(), FakeRows(SCHEMA), make_catalogue(), np.array([5, 6, 7])
     ro = encode_ro(SCHEMA, {"mood": 0.5, "hour": 3.0})
     block = encode_nro(SCHEMA, {**catalogue.features(slots), "clicks": np.array([1.0, 2.0, 3.0])}, 3)
     decoder = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get)
@@ -63,7 +63,7 @@ def test_a_vector_with_non_finite_values_is_refused_with_its_item() -> None:
     with torch.no_grad():
         model.item.out.bias.fill_(float("nan"))
     with pytest.raises(ConfigError, match="expected finite vectors of items, got another of item"):
-        encode_items(model, FakeRows(SCHEMA), whole().items)
+        encode_items(model, FakeRows(SCHEMA), make_catalogue().items)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Version, catalogue and rows move on; what requests are retrieved with is always of one version, and
-follows."""
+"""The updater of item vectors follows new model versions, catalogues and rows. Retrieval always uses vectors
+and weights of the same version."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.serving.retrieval_cases import (
     CASCADE,
     NUM_ITEMS,
     TOWERS,
-    Retrieving,
-    item_of,
-    packed_version,
-    retrieving,
+    RetrievalServing,
+    make_item,
+    make_retrieval,
+    make_version,
     write_items,
 )
 from tests.serving.serving_cases import MODEL, SCHEMA
 from tests.serving.serving_fakes import FakeRows
 
 
-class Rows(FakeRows):
-    """Of one item others, if told so; `on_gather` is called with each."""
+class ChangeableRows(FakeRows):
+    """Fake rows in which tests can change the rows of single items."""
 
     def __init__(self) -> None:
         super().__init__(SCHEMA)
@@ -47,105 +47,113 @@ class Rows(FakeRows):
 
 
 @pytest.fixture
-def rows() -> Rows:
-    return Rows()
+def rows() -> ChangeableRows:
+    return ChangeableRows()
 
 
 @pytest.fixture
-def kept(tmp_path: Path, rows: Rows) -> Iterator[Retrieving]:
-    made = retrieving(tmp_path / "home", rows)
-    yield made
-    made.built.close()
+def retrieval(tmp_path: Path, rows: ChangeableRows) -> Iterator[RetrievalServing]:
+    retrieval = make_retrieval(tmp_path / "home", rows)
+    yield retrieval
+    retrieval.serving.close()
 
 
-def space_of(kept: Retrieving) -> RetrievalIndex:
-    space = kept.keeper.retriever.index
-    assert space is not None
-    return space
+def index_of(retrieval: RetrievalServing) -> RetrievalIndex:
+    index = retrieval.updater.retriever.index
+    assert index is not None
+    return index
 
 
-def test_the_first_build_uses_the_served_version(kept: Retrieving, rows: Rows) -> None:
-    assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "vectors of items"
-    kept.turn()
-    space = space_of(kept)
-    assert space.version.name == "1-2" and len(space.catalogue) == NUM_ITEMS and kept.keeper.waiting_for == ""
+def test_the_first_build_uses_the_served_version(retrieval: RetrievalServing, rows: ChangeableRows) -> None:
+    assert retrieval.updater.retriever.index is None and retrieval.updater.waiting_for == "vectors of items"
+    retrieval.turn()
+    index = index_of(retrieval)
+    assert (
+        index.version.name == "1-2"
+        and len(index.catalogue) == NUM_ITEMS
+        and retrieval.updater.waiting_for == ""
+    )
     np.testing.assert_allclose(
-        space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
+        index.nearest.vectors(), encode_items(index.model, rows, index.catalogue.items), atol=1e-6
     )
 
 
-def test_version_and_vectors_change_together(kept: Retrieving, rows: Rows) -> None:
-    kept.turn()
-    before = space_of(kept)
-    kept.serve(packed_version("1-3", seed=7))
+def test_version_and_vectors_change_together(retrieval: RetrievalServing, rows: ChangeableRows) -> None:
+    retrieval.turn()
+    before = index_of(retrieval)
+    retrieval.serve(make_version("1-3", seed=7))
     seen = set[tuple[str, bool]]()
     first = before.nearest.vectors()
 
-    def look() -> None:
-        space = space_of(kept)
-        seen.add((space.version.name, bool(np.array_equal(space.nearest.vectors(), first))))
+    def observe() -> None:
+        index = index_of(retrieval)
+        seen.add((index.version.name, bool(np.array_equal(index.nearest.vectors(), first))))
 
     gather = rows.gather
-    rows.gather = lambda lookup: (look(), gather(lookup))[1]  # type: ignore[method-assign,assignment]
-    kept.turn()
-    look()
+    rows.gather = lambda lookup: (observe(), gather(lookup))[1]  # type: ignore[method-assign,assignment]
+    retrieval.turn()
+    observe()
     assert seen == {("1-2", True), ("1-3", False)}
 
 
-def test_items_with_changed_rows_get_new_vectors(kept: Retrieving, rows: Rows) -> None:
-    kept.turn()
-    space, before = space_of(kept), space_of(kept).nearest.vectors()
-    rows.changed = {7: 0.9, 11: -0.9}  # 7 is a topic too
-    kept.turn(after_s=1.0)
-    after = space.nearest.vectors()
-    np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+def test_items_with_changed_rows_get_new_vectors(retrieval: RetrievalServing, rows: ChangeableRows) -> None:
+    retrieval.turn()
+    index, before = index_of(retrieval), index_of(retrieval).nearest.vectors()
+    rows.changed = {7: 0.9, 11: -0.9}  # 7 is also a topic
+    retrieval.turn(after_s=1.0)
+    after = index.nearest.vectors()
+    np.testing.assert_allclose(after, encode_items(index.model, rows, index.catalogue.items), atol=1e-6)
     moved = {
-        space.catalogue.client_id_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()
+        index.catalogue.client_id_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()
     }
-    assert {7, 11} <= moved and space_of(kept) is space and 2 not in moved
-    assert kept.keeper.metrics()["roostream_serving_items_due"] == 0 and kept.keeper.num_built == 1
+    assert {7, 11} <= moved and index_of(retrieval) is index and 2 not in moved
+    assert (
+        retrieval.updater.metrics()["roostream_serving_items_due"] == 0 and retrieval.updater.num_built == 1
+    )
 
 
-def test_refreshes_are_limited_and_the_lag_is_reported(tmp_path: Path, rows: Rows) -> None:
-    kept = retrieving(tmp_path / "home", rows, max_items_refreshed_per_s=50)  # ten a turn
-    kept.turn()
+def test_refreshes_are_limited_and_the_lag_is_reported(tmp_path: Path, rows: ChangeableRows) -> None:
+    retrieval = make_retrieval(tmp_path / "home", rows, max_items_refreshed_per_s=50)  # ten items a turn
+    retrieval.turn()
     rows.changed = {7: 0.9}
     due, lag = [], []
     for _ in range(4):
-        kept.turn(after_s=0.5)
-        numbers = kept.keeper.metrics()
+        retrieval.turn(after_s=0.5)
+        numbers = retrieval.updater.metrics()
         due.append(numbers["roostream_serving_items_due"])
         lag.append(numbers["roostream_serving_items_lag_seconds"])
-    kept.built.close()
-    assert due == [0, 20, 10, 0]  # seen a second after the last look: the 30 items that have topic 7
+    retrieval.serving.close()
+    assert due == [0, 20, 10, 0]  # the change is noticed a second later: 30 items have topic 7
     assert lag == [0.0, 0.0, 0.5, 0.0]
 
 
 def test_a_new_catalogue_is_loaded_and_a_bad_one_keeps_the_old(
-    kept: Retrieving, caplog: pytest.LogCaptureFixture
+    retrieval: RetrievalServing, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept.turn()
-    write_items(kept.items, [item_of(i) for i in range(NUM_ITEMS, NUM_ITEMS + 3)])
-    kept.turn(after_s=5.0)
-    assert space_of(kept).catalogue.client_id_I.count(61) == 1 and len(space_of(kept).catalogue) == 3
-    write_items(kept.items, [{"item_id": 1, "no_such": 2}])
-    for _ in range(3):
-        kept.turn(after_s=5.0)
-    assert len(space_of(kept).catalogue) == 3 and kept.keeper.num_refused == 1
-    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "items.jsonl:1: unknown field 'no_such'" in told and "stay in use" in told
-
-
-def test_a_catalogue_that_appears_later_is_loaded(kept: Retrieving) -> None:
-    kept.items.rename(kept.items.with_suffix(".away"))
-    kept.turn()
-    assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "", (
-        "a process isn't held back for ever"
+    retrieval.turn()
+    write_items(retrieval.items, [make_item(i) for i in range(NUM_ITEMS, NUM_ITEMS + 3)])
+    retrieval.turn(after_s=5.0)
+    assert (
+        index_of(retrieval).catalogue.client_id_I.count(61) == 1 and len(index_of(retrieval).catalogue) == 3
     )
-    assert "expected a file of items" in kept.keeper.retriever.unavailable_reason
-    kept.items.with_suffix(".away").rename(kept.items)
-    kept.turn(after_s=5.0)
-    assert len(space_of(kept).catalogue) == NUM_ITEMS
+    write_items(retrieval.items, [{"item_id": 1, "no_such": 2}])
+    for _ in range(3):
+        retrieval.turn(after_s=5.0)
+    assert len(index_of(retrieval).catalogue) == 3 and retrieval.updater.num_refused == 1
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "items.jsonl:1: unknown field 'no_such'" in warning and "stay in use" in warning
+
+
+def test_a_catalogue_that_appears_later_is_loaded(retrieval: RetrievalServing) -> None:
+    retrieval.items.rename(retrieval.items.with_suffix(".away"))
+    retrieval.turn()
+    assert retrieval.updater.retriever.index is None and retrieval.updater.waiting_for == "", (
+        "a missing catalogue does not keep the process from becoming ready"
+    )
+    assert "expected a file of items" in retrieval.updater.retriever.unavailable_reason
+    retrieval.items.with_suffix(".away").rename(retrieval.items)
+    retrieval.turn(after_s=5.0)
+    assert len(index_of(retrieval).catalogue) == NUM_ITEMS
 
 
 @pytest.mark.parametrize(
@@ -159,61 +167,63 @@ def test_a_catalogue_that_appears_later_is_loaded(kept: Retrieving) -> None:
     ],
 )
 def test_a_version_that_cannot_retrieve_is_skipped_and_logged_once(
-    kept: Retrieving, caplog: pytest.LogCaptureFixture, config: object, message: str
+    retrieval: RetrievalServing, caplog: pytest.LogCaptureFixture, config: object, message: str
 ) -> None:
-    kept.turn()
-    kept.serve(packed_version("1-3", config))  # type: ignore[arg-type]
+    retrieval.turn()
+    retrieval.serve(make_version("1-3", config))  # type: ignore[arg-type]
     for _ in range(3):
-        kept.turn(after_s=5.0)
-    assert space_of(kept).version.name == "1-2" and kept.keeper.num_refused == 1
+        retrieval.turn(after_s=5.0)
+    assert index_of(retrieval).version.name == "1-2" and retrieval.updater.num_refused == 1
     assert [message in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [True]
-    kept.serve(packed_version("1-4"))
-    kept.turn(after_s=5.0)
-    assert space_of(kept).version.name == "1-4"
+    retrieval.serve(make_version("1-4"))
+    retrieval.turn(after_s=5.0)
+    assert index_of(retrieval).version.name == "1-4"
 
 
-def test_versions_that_arrive_during_a_build_are_skipped(kept: Retrieving, rows: Rows) -> None:
+def test_versions_that_arrive_during_a_build_are_skipped(
+    retrieval: RetrievalServing, rows: ChangeableRows
+) -> None:
     gather = rows.gather
-    rows.gather = lambda lookup: (kept.clock.advance(1.0), gather(lookup))[1]  # type: ignore[method-assign,assignment]
-    kept.turn()
-    took_s = kept.keeper.build_s
+    rows.gather = lambda lookup: (retrieval.clock.advance(1.0), gather(lookup))[1]  # type: ignore[method-assign,assignment]
+    retrieval.turn()
+    took_s = retrieval.updater.build_s
     assert took_s is not None and took_s >= 2
-    begin_s, before = kept.clock.monotonic_s(), kept.keeper.num_built
+    begin_s, before = retrieval.clock.monotonic_s(), retrieval.updater.num_built
     for number in range(3, 30):
-        kept.serve(packed_version(f"1-{number}"))
-        kept.turn(after_s=took_s / 2)
-    built = kept.keeper.num_built - before
-    assert 2 <= built <= 1 + (kept.clock.monotonic_s() - begin_s) / (4 * took_s)
-    assert int(space_of(kept).version.name.partition("-")[2]) > 29 - 10
+        retrieval.serve(make_version(f"1-{number}"))
+        retrieval.turn(after_s=took_s / 2)
+    num_builds = retrieval.updater.num_built - before
+    assert 2 <= num_builds <= 1 + (retrieval.clock.monotonic_s() - begin_s) / (4 * took_s)
+    assert int(index_of(retrieval).version.name.partition("-")[2]) > 29 - 10
 
 
-def test_a_stop_cancels_a_build(kept: Retrieving) -> None:
-    kept.turn()
-    kept.serve(packed_version("1-3"))
+def test_a_stop_cancels_a_build(retrieval: RetrievalServing) -> None:
+    retrieval.turn()
+    retrieval.serve(make_version("1-3"))
     stop = threading.Event()
     stop.set()
-    kept.clock.advance(5.0)
-    kept.keeper.turn(stop)
-    assert space_of(kept).version.name == "1-2" and kept.keeper.num_built == 1
+    retrieval.clock.advance(5.0)
+    retrieval.updater.turn(stop)
+    assert index_of(retrieval).version.name == "1-2" and retrieval.updater.num_built == 1
 
 
-def test_a_rollback_is_followed(kept: Retrieving) -> None:
-    old, new = packed_version("1-2"), packed_version("1-3", seed=7)
+def test_a_rollback_is_followed(retrieval: RetrievalServing) -> None:
+    old, new = make_version("1-2"), make_version("1-3", seed=7)
     served: list[Version] = []
     for version in (old, new, old):
-        kept.built.service.versions.install(version)
-        kept.turn(after_s=60.0)
-        served.append(space_of(kept).version)
+        retrieval.serving.service.versions.install(version)
+        retrieval.turn(after_s=60.0)
+        served.append(index_of(retrieval).version)
     assert served == [old, new, old]
 
 
-def test_vectors_are_rebuilt_once_rows_are_loaded(kept: Retrieving) -> None:
-    kept.keeper.retriever.rows_ready = lambda: False
+def test_vectors_are_rebuilt_once_rows_are_loaded(retrieval: RetrievalServing) -> None:
+    retrieval.updater.retriever.rows_ready = lambda: False
     for _ in range(3):
-        kept.turn(after_s=5.0)
-    before = space_of(kept)
-    assert kept.keeper.num_built == 1
-    kept.keeper.retriever.rows_ready = lambda: True
+        retrieval.turn(after_s=5.0)
+    before = index_of(retrieval)
+    assert retrieval.updater.num_built == 1
+    retrieval.updater.retriever.rows_ready = lambda: True
     for _ in range(3):
-        kept.turn(after_s=5.0)
-    assert kept.keeper.num_built == 2 and space_of(kept) is not before
+        retrieval.turn(after_s=5.0)
+    assert retrieval.updater.num_built == 2 and index_of(retrieval) is not before

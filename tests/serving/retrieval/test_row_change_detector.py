@@ -1,5 +1,5 @@
-"""Items whose rows are others than at the last look, and no others; who waits longest has the next new
-vector."""
+"""The row change detector finds exactly the items whose rows changed since the last check. The refresh queue
+gives the longest waiting items first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMS = [{"item_id": i, "topics": [100 + i % 3, 200]} if i != 4 else {"item_id":
 
 @dataclasses.dataclass
 class Rows:
-    """1 everywhere, but for ids that were given another value."""
+    """Fake rows: 1 everywhere, except for the ids in `values`."""
 
     values: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -37,26 +37,26 @@ def catalogue() -> Catalogue:
     return read_catalogue(SCHEMA, [json.dumps(item).encode() for item in ITEMS])
 
 
-def looked(changed: RowChangeDetector, rows: Rows) -> list[int]:
+def find_changed(detector: RowChangeDetector, rows: Rows) -> list[int]:
     return sorted(
-        {slot for chunk in changed.chunks() for slot in changed.changed_items(rows, chunk).tolist()}
+        {slot for chunk in detector.chunks() for slot in detector.changed_items(rows, chunk).tolist()}
     )
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_items_with_changed_rows_are_reported_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(changed_rows, "CHUNK", chunk)
-    changed, rows = RowChangeDetector(catalogue().items), Rows()
-    assert looked(changed, rows) == []  # the first look learns what is there
-    rows.values[5] = 2.0  # an item's own
-    assert looked(changed, rows) == [5]
-    assert looked(changed, rows) == []
-    rows.values |= {101: 0.5, 3: 0.5}  # what several items share, and one of another
-    assert looked(changed, rows) == [1, 3, 7]
+    detector, rows = RowChangeDetector(catalogue().items), Rows()
+    assert find_changed(detector, rows) == []  # the first check only records the rows
+    rows.values[5] = 2.0  # the row of one item
+    assert find_changed(detector, rows) == [5]
+    assert find_changed(detector, rows) == []
+    rows.values |= {101: 0.5, 3: 0.5}  # a row that several items share, and the row of another item
+    assert find_changed(detector, rows) == [1, 3, 7]
     rows.values[200] = 9.0
-    assert looked(changed, rows) == [0, 1, 2, 3, 5, 6, 7]
-    rows.values[999] = 9.0  # nobody's
-    assert looked(changed, rows) == []
+    assert find_changed(detector, rows) == [0, 1, 2, 3, 5, 6, 7]
+    rows.values[999] = 9.0  # a row of no item
+    assert find_changed(detector, rows) == []
 
 
 def test_the_longest_waiting_items_are_taken_first() -> None:

@@ -1,5 +1,5 @@
-"""A cascade that was trained on simulated visits: what is found is what users like, and follows training
-between versions."""
+"""A cascade model trained on simulated visits retrieves items that users like, and item vectors follow the
+training of rows between versions."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_pat
         LoadedVersions(build_version("1-1", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict())),
         rows,
     )
-    keeper = open_retrieval(
+    updater = open_retrieval(
         RetrievalSettings(items=str(file)), SCHEMA, service, IdleGate(clock), clock, CollectorRegistry()
     )
-    assert keeper is not None
-    keeper.turn()
-    space = keeper.retriever.index
-    assert space is not None
+    assert updater is not None
+    updater.turn()
+    index = updater.retriever.index
+    assert index is not None
     np.testing.assert_allclose(
-        space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
+        index.nearest.vectors(), encode_items(index.model, rows, index.catalogue.items), atol=1e-6
     )
 
-    while loop.step() or loop.finish():  # the rows go on, the version stays
+    while loop.step() or loop.finish():  # train the rows further without a new version
         pass
-    before = space.nearest.vectors()
+    before = index.nearest.vectors()
     clock.advance(2.0)
-    keeper.turn()
-    after = space.nearest.vectors()
-    assert keeper.retriever.index is space and np.abs(after - before).max() > 1e-3
-    np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+    updater.turn()
+    after = index.nearest.vectors()
+    assert updater.retriever.index is index and np.abs(after - before).max() > 1e-3
+    np.testing.assert_allclose(after, encode_items(index.model, rows, index.catalogue.items), atol=1e-6)
 
     service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict()))
     clock.advance(60.0)
-    keeper.turn()
-    parser, liked, every = RetrieveParser(SCHEMA, 0), [], []
+    updater.turn()
+    parser, liked, all_items = RetrieveParser(SCHEMA, 0), [], []
     for user in range(1, 31):
         body = {"user_id": user, "ro": {"user": [user], "hour": 3.0}, "k": 6}
-        found = keeper.retriever.retrieve(parser.retrieve(json.dumps(body).encode()), T0)
+        found = updater.retriever.retrieve(parser.retrieve(json.dumps(body).encode()), T0)
         assert found.index.version.name == "1-2"
         liked.append(world.attraction(user, np.array(found.given, np.int64), T0).mean())
-        every.append(world.attraction(user, np.array(items, np.int64), T0).mean())
-    assert np.mean(liked) > 1.3 * np.mean(every)
+        all_items.append(world.attraction(user, np.array(items, np.int64), T0).mean())
+    assert np.mean(liked) > 1.3 * np.mean(all_items)

@@ -1,4 +1,4 @@
-"""Rows of a serving process: a full replica, or a bounded cache."""
+"""The rows of a serving process: a full replica of all rows, or a bounded cache."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def config_of(**settings: Any) -> Any:
 
 
 def test_a_replica_is_the_default_row_store() -> None:
-    own = open_rows(config_of(shards=("127.0.0.1:9",)), SCHEMA, 0, SystemClock())
-    assert isinstance(own, FollowedRows) and own.waiting_for == "rows of the shards" and not own.ready
+    rows = open_rows(config_of(shards=("127.0.0.1:9",)), SCHEMA, 0, SystemClock())
+    assert isinstance(rows, FollowedRows) and rows.waiting_for == "rows of the shards" and not rows.ready
     assert (
-        own.metrics()["roostream_serving_rows_current_timestamp_seconds"] is None
-        and own.metrics()["roostream_serving_replica_lag_records"] is None
+        rows.metrics()["roostream_serving_rows_current_timestamp_seconds"] is None
+        and rows.metrics()["roostream_serving_replica_lag_records"] is None
     )
-    own.close()
+    rows.close()
 
 
-class CachedStage:
-    """A process with a cache over one shard of a real table."""
+class CacheFixture:
+    """A row cache over one fake shard, with a fake topic and clock."""
 
     def __init__(self, waits: bool = True) -> None:
         self.clock, self.topic, self.num_reads = FakeClock(NOW_MS), FakeRowTopic(), 0
         self.transport = InMemoryTransport(self._shard)
         reads = ShardReads([self.transport], 64, 0.05, self.clock)
         self.cache = RowCache(SCHEMA, 0, reads, CachePolicy(max_bytes=1 << 20, waits=waits))
-        follower = RowFollower(self.cache, self.topic, [self.transport], lambda stage, ms: None, self.clock)
+        follower = RowFollower(self.cache, self.topic, [self.transport], lambda fixture, ms: None, self.clock)
         self.served = CachedRows(follower, self.cache)
 
     def _shard(self, method: str, header: dict[str, Any], arrays: Any) -> Answer:
@@ -67,14 +67,19 @@ class CachedStage:
 
 
 def test_a_cache_reads_missing_rows_and_keeps_them_current() -> None:
-    stage = CachedStage()
-    assert not stage.served.ready and stage.served.waiting_for == "the end of the rows topic"
-    stage.served.follower.bootstrap()
-    assert stage.served.ready and stage.value(8) == 0.5 and stage.value(8) == 0.5 and stage.num_reads == 1
-    stage.topic.add(delta(8, 0.75, 2))
-    stage.served.follower.step()
-    assert stage.value(8) == 0.75 and stage.served.age_s() == 0 and stage.served.complete
-    numbers = stage.served.metrics()
+    fixture = CacheFixture()
+    assert not fixture.served.ready and fixture.served.waiting_for == "the end of the rows topic"
+    fixture.served.follower.bootstrap()
+    assert (
+        fixture.served.ready
+        and fixture.value(8) == 0.5
+        and fixture.value(8) == 0.5
+        and fixture.num_reads == 1
+    )
+    fixture.topic.add(delta(8, 0.75, 2))
+    fixture.served.follower.step()
+    assert fixture.value(8) == 0.75 and fixture.served.age_s() == 0 and fixture.served.complete
+    numbers = fixture.served.metrics()
     assert (
         numbers["roostream_serving_row_cache_lookups_total"],
         numbers["roostream_serving_row_cache_misses_total"],
@@ -84,26 +89,28 @@ def test_a_cache_reads_missing_rows_and_keeps_them_current() -> None:
 
 
 def test_a_cache_without_shard_and_topic_answers_with_cached_rows_and_counts_missing_ones() -> None:
-    stage = CachedStage()
-    stage.served.follower.bootstrap()
-    stage.value(8)
-    stage.served.follower.step()
-    stage.transport.down, stage.topic.away = True, True
-    stage.clock.advance(20)
-    stage.served.follower.step()
-    assert stage.value(8) == 0.5 and stage.served.complete
-    assert stage.value(9) != 0.5 and not stage.served.complete and stage.served.age_s() == 20
+    fixture = CacheFixture()
+    fixture.served.follower.bootstrap()
+    fixture.value(8)
+    fixture.served.follower.step()
+    fixture.transport.down, fixture.topic.away = True, True
+    fixture.clock.advance(20)
+    fixture.served.follower.step()
+    assert fixture.value(8) == 0.5 and fixture.served.complete
+    assert fixture.value(9) != 0.5 and not fixture.served.complete and fixture.served.age_s() == 20
     assert (
-        stage.served.metrics()["roostream_serving_row_cache_initial_values_total"] == 1
-        and stage.served.metrics()["roostream_serving_row_reads_failed_total"] == 1
+        fixture.served.metrics()["roostream_serving_row_cache_initial_values_total"] == 1
+        and fixture.served.metrics()["roostream_serving_row_reads_failed_total"] == 1
     )
 
 
 def test_a_non_blocking_cache_reads_in_the_background_until_stop() -> None:
-    stage, stop = CachedStage(waits=False), threading.Event()
-    stage.topic.on_poll = lambda: stop.set() if stage.cache.num_rows else stage.served.gather(lookup_of(8))
-    stage.served.run(stop)
-    assert stage.value(8) == 0.5 and stage.served.complete
+    fixture, stop = CacheFixture(waits=False), threading.Event()
+    fixture.topic.on_poll = lambda: (
+        stop.set() if fixture.cache.num_rows else fixture.served.gather(lookup_of(8))
+    )
+    fixture.served.run(stop)
+    assert fixture.value(8) == 0.5 and fixture.served.complete
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_contradicting_row_settings_are_refused(settings: dict[str, Any], expect
         config_of(**settings)
 
 
-def test_a_cache_and_some_buckets_are_settings() -> None:
+def test_a_cache_and_a_part_of_the_buckets_can_be_configured() -> None:
     shards = ("127.0.0.1:9", "127.0.0.1:10")
     cached = open_rows(config_of(rows="cache", shards=shards), SCHEMA, 0, SystemClock())
     assert (
@@ -129,16 +136,16 @@ def test_a_cache_and_some_buckets_are_settings() -> None:
         and cached.cache.policy.waits
     )
     cached.close()
-    some = open_rows(
+    partial = open_rows(
         config_of(rows="cache", shards=shards, rows_buckets=(1, 2), rows_missing="initial"),
         SCHEMA,
         0,
         SystemClock(),
     )
     assert (
-        isinstance(some, CachedRows)
-        and isinstance(some.follower.replica, PartialReplica)
-        and not some.cache.policy.waits
+        isinstance(partial, CachedRows)
+        and isinstance(partial.follower.replica, PartialReplica)
+        and not partial.cache.policy.waits
     )
-    assert some.follower.replica.replica.buckets == {1, 2}
-    some.close()
+    assert partial.follower.replica.replica.buckets == {1, 2}
+    partial.close()

@@ -1,4 +1,4 @@
-"""Work that nobody waits for runs between requests."""
+"""The idle gate lets background work run only while no request is being processed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_a_stop_ends_the_wait() -> None:
 
 def test_a_waiter_is_woken_by_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.versions.idle_gate._LOOK_S", 60.0)
-    idle_gate, gate, looked = IdleGate(SystemClock()), AdmissionGate(9), threading.Event()
+    idle_gate, gate, checked = IdleGate(SystemClock()), AdmissionGate(9), threading.Event()
 
     def in_flight() -> int:
-        looked.set()
+        checked.set()
         return gate.in_flight
 
     idle_gate.in_flight, gate.on_idle = in_flight, idle_gate.notify_idle
@@ -51,10 +51,10 @@ def test_a_waiter_is_woken_by_the_last_request(monkeypatch: pytest.MonkeyPatch) 
     gate.enter(1.0)
     waiting = threading.Thread(target=idle_gate.wait, args=(60.0,), daemon=True)
     waiting.start()
-    assert looked.wait(30)
+    assert checked.wait(30)
     gate.leave()
     waiting.join(0.1)
-    assert waiting.is_alive(), "one is left"
+    assert waiting.is_alive(), "one request is still in flight"
     gate.leave()
     waiting.join(30)
     assert not waiting.is_alive()

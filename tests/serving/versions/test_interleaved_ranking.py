@@ -1,4 +1,5 @@
-"""A list that two versions made: what is answered, logged and credited."""
+"""Lists that are interleaved from two model versions: the answer, the logged impression, and the version that
+is credited with an engagement."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from serving.rank_json import JsonParser
 from serving.scorer import build_version, probabilities
 from serving.versions.recent_requests import ScoredRequest
 from serving.versions.routing import TrafficSplit
-from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 
@@ -36,75 +37,75 @@ def weights(seed: int, fill: float | None = None) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Iterator[Built]:
+def serving(tmp_path: Path) -> Iterator[InProcessServing]:
     torch.set_num_threads(1)
-    built = build(tmp_path, FakeRows(SCHEMA), policy=OrderPolicy(exploration=0.3))
-    built.service.versions.install(build_version("1-1", SCHEMA, MODEL, 0, weights(1)))
-    built.service.versions.install(build_version("1-2", SCHEMA, MODEL, 0, weights(2)))
-    yield built
-    built.close()
+    serving = build_serving(tmp_path, FakeRows(SCHEMA), policy=OrderPolicy(exploration=0.3))
+    serving.service.versions.install(build_version("1-1", SCHEMA, MODEL, 0, weights(1)))
+    serving.service.versions.install(build_version("1-2", SCHEMA, MODEL, 0, weights(2)))
+    yield serving
+    serving.close()
 
 
-def ranked(built: Built, **changes: Any) -> tuple[RankResult, pb.Impression]:
-    found = built.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
-    _, message = wire.decode(found.record.value)
+def rank(serving: InProcessServing, **changes: Any) -> tuple[RankResult, pb.Impression]:
+    result = serving.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
+    _, message = wire.decode(result.record.value)
     assert isinstance(message, pb.Impression)
-    return found, message
+    return result, message
 
 
-def best(built: Built, version: str) -> list[int]:
-    built.service.versions.put(interleave=TrafficSplit())
-    scores = ranked(built, model_version=version)[0].answer.scores.values_nT[:, 0]
+def best_order(serving: InProcessServing, version: str) -> list[int]:
+    serving.service.versions.put(interleave=TrafficSplit())
+    scores = rank(serving, model_version=version)[0].answer.scores.values_nT[:, 0]
     return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
-def test_an_interleaved_list_is_a_team_draft_with_propensities(built: Built) -> None:
-    ours, rival = best(built, "1-2"), best(built, "1-1")
+def test_an_interleaved_list_is_a_team_draft_with_propensities(serving: InProcessServing) -> None:
+    ours, rival = best_order(serving, "1-2"), best_order(serving, "1-1")
     assert ours != rival
-    built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
+    serving.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     orders = set()
     for number in range(12):
-        found, impression = ranked(built, request_id=f"r-{number}")
+        result, impression = rank(serving, request_id=f"r-{number}")
         draft = team_draft(ours, rival, request_rng(0, key_bytes(17, 4, ""), f"r-{number}", 0))
-        assert found.answer.order == draft.order and list(impression.propensities) == draft.propensities
+        assert result.answer.order == draft.order and list(impression.propensities) == draft.propensities
         assert impression.header.model_version == "1-2"
-        orders.add(tuple(found.answer.order))
+        orders.add(tuple(result.answer.order))
     assert len(orders) > 1
 
 
-def test_a_click_is_credited_to_the_version_of_the_item(built: Built) -> None:
-    built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
-    ranked(built)
+def test_a_click_is_credited_to_the_version_of_the_item(serving: InProcessServing) -> None:
+    serving.service.versions.put(interleave=TrafficSplit("previous", 1.0))
+    rank(serving)
     click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
-    built.service.interleaving_stats.record_engagements(
+    serving.service.interleaving_stats.record_engagements(
         EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records
     )
-    assert sum(built.service.interleaving_stats.outcomes().values()) == 1 and list(
-        built.service.interleaving_stats.outcomes_by_pair()
+    assert sum(serving.service.interleaving_stats.outcomes().values()) == 1 and list(
+        serving.service.interleaving_stats.outcomes_by_pair()
     ) == [("1-2", "1-1")]
 
 
-def test_a_failing_rival_leaves_the_order_unchanged(built: Built) -> None:
-    built.service.versions.put(interleave=TrafficSplit("1-3", 0.0))
-    built.service.versions.install(build_version("1-3", SCHEMA, MODEL, 0, weights(0, float("inf"))))
-    built.service.versions.activate("1-2")
-    built.service.versions.put(interleave=TrafficSplit("newest", 1.0))
-    found, _ = ranked(built)
-    assert found.answer.model_version == "1-2" and built.service.interleaving_stats.num_failed == 1
-    assert built.service.interleaving_stats.num_lists == 0
+def test_a_failing_rival_leaves_the_order_unchanged(serving: InProcessServing) -> None:
+    serving.service.versions.put(interleave=TrafficSplit("1-3", 0.0))
+    serving.service.versions.install(build_version("1-3", SCHEMA, MODEL, 0, weights(0, float("inf"))))
+    serving.service.versions.activate("1-2")
+    serving.service.versions.put(interleave=TrafficSplit("newest", 1.0))
+    result, _ = rank(serving)
+    assert result.answer.model_version == "1-2" and serving.service.interleaving_stats.num_failed == 1
+    assert serving.service.interleaving_stats.num_lists == 0
 
 
-def test_a_scored_request_contains_all_inputs_of_a_rescore(built: Built) -> None:
-    told: list[ScoredRequest] = []
-    built.service.on_scored = told.append
-    found, impression = ranked(built)
-    (scored,) = told
+def test_a_scored_request_contains_all_inputs_of_a_rescore(serving: InProcessServing) -> None:
+    scored_requests: list[ScoredRequest] = []
+    serving.service.on_scored = scored_requests.append
+    result, impression = rank(serving)
+    (scored,) = scored_requests
     assert (scored.request_id, scored.model_version, scored.ro, scored.nro) == (
         "r-1",
         "1-2",
         impression.ro,
         impression.nro,
     )
-    again = scored.score_with(built.service.versions.served.version, built.service.rows)
-    np.testing.assert_array_equal(probabilities(again), found.answer.scores.values_nT)
+    rescored = scored.score_with(serving.service.versions.served.version, serving.service.rows)
+    np.testing.assert_array_equal(probabilities(rescored), result.answer.scores.values_nT)
     assert scored.took_s > 0

@@ -1,4 +1,5 @@
-"""Whose item a user engaged with, and which version won the request."""
+"""Statistics of interleaved lists: engagements are credited to the version that placed the item, and each
+request has a winner."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def engagements(
     return EngagementParser(SCHEMA).parse(json.dumps(body).encode(), NOW_MS).records
 
 
-def draft(
+def record_draft(
     interleaving_stats: InterleavingStats,
     request_id: str = "r-1",
     pair: Pair = PAIR,
@@ -34,7 +35,7 @@ def draft(
 
 def test_an_engagement_is_credited_to_the_team_of_its_item() -> None:
     interleaving_stats = InterleavingStats("click")
-    draft(interleaving_stats)
+    record_draft(interleaving_stats)
     interleaving_stats.record_engagements(engagements(1))
     assert interleaving_stats.outcomes() == {"served": 1, "rival": 0, "tie": 0}
     interleaving_stats.record_engagements(engagements(2))
@@ -48,7 +49,7 @@ def test_an_engagement_is_credited_to_the_team_of_its_item() -> None:
 
 def test_an_item_counts_once() -> None:
     interleaving_stats = InterleavingStats("click")
-    draft(interleaving_stats)
+    record_draft(interleaving_stats)
     interleaving_stats.record_engagements([*engagements(1), *engagements(1)])
     assert interleaving_stats.num_engaged == 1
 
@@ -56,7 +57,7 @@ def test_an_item_counts_once() -> None:
 def test_other_actions_requests_users_and_items_are_ignored() -> None:
     interleaving_stats = InterleavingStats("click")
     interleaving_stats.record_engagements(engagements(1))
-    draft(interleaving_stats)
+    record_draft(interleaving_stats)
     for others in (
         engagements(1, action="read"),
         engagements(1, request_id="r-2"),
@@ -69,8 +70,8 @@ def test_other_actions_requests_users_and_items_are_ignored() -> None:
 
 def test_a_later_page_joins_its_request_and_a_repeat_changes_nothing() -> None:
     interleaving_stats = InterleavingStats("click")
-    draft(interleaving_stats)
-    draft(interleaving_stats)
+    record_draft(interleaving_stats)
+    record_draft(interleaving_stats)
     interleaving_stats.record_list(key_bytes(17, 0, "r-1"), "r-1", PAIR, (7, 1), [RIVAL, RIVAL])
     interleaving_stats.record_engagements([*engagements(7), *engagements(1)])
     assert interleaving_stats.num_lists == 1 and interleaving_stats.outcomes()["tie"] == 1
@@ -79,7 +80,7 @@ def test_a_later_page_joins_its_request_and_a_repeat_changes_nothing() -> None:
 def test_the_oldest_request_is_dropped_at_the_memory_bound() -> None:
     interleaving_stats = InterleavingStats("click", max_candidates=7)
     for number in range(3):
-        draft(interleaving_stats, f"r-{number}")
+        record_draft(interleaving_stats, f"r-{number}")
     for number in range(3):
         interleaving_stats.record_engagements(engagements(1, request_id=f"r-{number}"))
     assert interleaving_stats.num_engaged == 2
@@ -87,8 +88,8 @@ def test_the_oldest_request_is_dropped_at_the_memory_bound() -> None:
 
 def test_a_request_counts_for_its_newest_pair() -> None:
     interleaving_stats = InterleavingStats("click", max_candidates=4)
-    draft(interleaving_stats)
-    draft(interleaving_stats, pair=Pair("1-3", "1-2"))
+    record_draft(interleaving_stats)
+    record_draft(interleaving_stats, pair=Pair("1-3", "1-2"))
     interleaving_stats.record_engagements(engagements(2))
     assert interleaving_stats.outcomes_by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
 
@@ -96,7 +97,7 @@ def test_a_request_counts_for_its_newest_pair() -> None:
 def test_only_the_newest_pairs_are_kept() -> None:
     interleaving_stats = InterleavingStats("click")
     for number in range(MAX_PAIRS + 5):
-        draft(interleaving_stats, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
+        record_draft(interleaving_stats, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
         interleaving_stats.record_engagements(engagements(1, request_id=f"r-{number}"))
     assert (
         len(interleaving_stats.outcomes_by_pair()) == MAX_PAIRS

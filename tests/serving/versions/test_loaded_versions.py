@@ -1,4 +1,4 @@
-"""Which versions are held, and which of them scores a request."""
+"""The loaded model versions: which versions stay loaded, and which of them scores a request."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from serving.versions.loaded_versions import LoadedVersion, LoadedVersions
 from serving.versions.routing import Routing, TrafficSplit
 
 
-class Named:
-    """Stands for a version: nothing here scores."""
+class FakeVersion:
+    """A version with a name only, because these tests score nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def version(name: str) -> Version:
-    return cast(Version, Named(name))
+    return cast(Version, FakeVersion(name))
 
 
-class Request:
+class FakeRequest:
     def __init__(self, user: int = 1, model_version: str = "") -> None:
         self.request_id, self.model_version, self.user = f"r-{user}", model_version, user
 
@@ -33,8 +33,8 @@ class Request:
         return key_bytes(self.user, 0, self.request_id)
 
 
-def holding(*names: str, keep: int = 2, **routing: Any) -> LoadedVersions:
-    """Installed in this order."""
+def make_versions(*names: str, keep: int = 2, **routing: Any) -> LoadedVersions:
+    """Return loaded versions with these names, installed in this order."""
     versions = LoadedVersions(version("0-0"), keep, Routing(**routing), now_ms=lambda: 7)
     for name in names:
         versions.install(version(name))
@@ -46,24 +46,24 @@ def names(versions: LoadedVersions) -> list[str]:
 
 
 def scored_by(versions: LoadedVersions, **request: Any) -> str:
-    return versions.choose(Request(**request)).version.name
+    return versions.choose(FakeRequest(**request)).version.name
 
 
 def test_the_newest_version_is_served_and_a_bounded_number_stays_loaded() -> None:
-    versions = holding("1-1", "1-2", "1-3", keep=3)
+    versions = make_versions("1-1", "1-2", "1-3", keep=3)
     assert (
         names(versions) == ["1-3", "1-2", "1-1"] and scored_by(versions) == "1-3" and versions.num_swaps == 3
     )
 
 
 def test_a_version_of_the_same_name_replaces_it() -> None:
-    versions = holding("1-1", "1-2")
+    versions = make_versions("1-1", "1-2")
     versions.install(version("1-1"), committed_ms=5)
     assert names(versions) == ["1-1", "1-2"] and versions.served.committed_ms == 5
 
 
 def test_an_activated_version_is_served_until_resume() -> None:
-    versions = holding("1-1", "1-2")
+    versions = make_versions("1-1", "1-2")
     versions.activate("1-1")
     assert scored_by(versions) == "1-1"
     for seq in (3, 4, 5):
@@ -78,30 +78,30 @@ def test_an_activated_version_is_served_until_resume() -> None:
 
 
 def test_a_change_of_the_served_version_is_announced() -> None:
-    told: list[str] = []
+    announced: list[str] = []
 
     def changed(loaded: LoadedVersion) -> None:
-        told.append(loaded.version.name)
+        announced.append(loaded.version.name)
 
-    versions = holding("1-1")
+    versions = make_versions("1-1")
     versions.on_change = changed
     versions.install(version("1-2"))
     versions.activate("1-1")
     versions.install(version("1-3"))
     versions.resume()
-    assert told == ["1-2", "1-1", "1-3"]
+    assert announced == ["1-2", "1-1", "1-3"]
 
 
 def test_a_named_version_overrides_routing() -> None:
-    versions = holding(
+    versions = make_versions(
         "1-1", "1-2", canary=TrafficSplit("newest", 1.0), interleave=TrafficSplit("previous", 1.0)
     )
-    assert versions.choose(Request(model_version="1-1")) == (versions.named("1-1"), None)
+    assert versions.choose(FakeRequest(model_version="1-1")) == (versions.named("1-1"), None)
 
 
 def test_an_unloaded_version_is_404_with_the_loaded_ones() -> None:
-    versions = holding("1-1")
-    for ask in (
+    versions = make_versions("1-1")
+    for call in (
         lambda: scored_by(versions, model_version="1-9"),
         lambda: versions.named("1-9"),
         lambda: versions.activate("1-9"),
@@ -109,7 +109,7 @@ def test_an_unloaded_version_is_404_with_the_loaded_ones() -> None:
         with pytest.raises(
             RequestError, match="1-9 is not loaded; expected one of 1-1, 0-0, or none"
         ) as error:
-            ask()
+            call()
         assert (error.value.status, error.value.code, error.value.path) == (
             404,
             "unknown_model_version",
@@ -121,26 +121,28 @@ def test_an_invalid_version_name_is_400() -> None:
     with pytest.raises(
         RequestError, match="expected a model version as '<incarnation>-<seq>', got 'latest'"
     ) as error:
-        scored_by(holding(), model_version="latest")
+        scored_by(make_versions(), model_version="latest")
     assert error.value.status == 400
 
 
 def test_with_the_newest_as_canary_other_users_get_the_previous_version() -> None:
-    versions = holding("1-1", "1-2", canary=TrafficSplit("newest", 0.3))
+    versions = make_versions("1-1", "1-2", canary=TrafficSplit("newest", 0.3))
     found = [scored_by(versions, user=user) for user in range(1, 400)]
     assert set(found) == {"1-1", "1-2"} and 80 < found.count("1-2") < 160
-    assert found == [scored_by(versions, user=user) for user in range(1, 400)], "a user stays where they are"
+    assert found == [scored_by(versions, user=user) for user in range(1, 400)], (
+        "a user always gets the same version"
+    )
     assert versions.served.version.name == "1-1"
 
 
 def test_the_newest_version_can_be_canary_beside_an_activated_one() -> None:
-    versions = holding("1-1", "1-2", "1-3", keep=3, canary=TrafficSplit("newest", 0.3))
+    versions = make_versions("1-1", "1-2", "1-3", keep=3, canary=TrafficSplit("newest", 0.3))
     versions.activate("1-1")
     assert {scored_by(versions, user=user) for user in range(1, 100)} == {"1-1", "1-3"}
 
 
 def test_a_named_canary_stays_loaded() -> None:
-    versions = holding("1-1", "1-2")
+    versions = make_versions("1-1", "1-2")
     versions.put(canary=TrafficSplit("1-1", 0.5))
     versions.install(version("1-3"))
     assert names(versions) == ["1-3", "1-2", "1-1"]
@@ -150,20 +152,20 @@ def test_a_named_canary_stays_loaded() -> None:
 
 
 def test_an_unloaded_canary_has_no_users() -> None:
-    assert scored_by(holding("1-1", canary=TrafficSplit("1-9", 1.0))) == "1-1"
+    assert scored_by(make_versions("1-1", canary=TrafficSplit("1-9", 1.0))) == "1-1"
 
 
 @pytest.mark.parametrize(("reference", "status"), [("1-9", 404), ("best", 400), ("", 400)])
 def test_a_split_of_an_unknown_version_changes_nothing(reference: str, status: int) -> None:
-    versions = holding("1-1")
+    versions = make_versions("1-1")
     with pytest.raises(RequestError) as error:
         versions.put(shadow=TrafficSplit("previous", 1.0), canary=TrafficSplit(reference, 0.5))
     assert error.value.status == status and error.value.path == "$.version" and versions.routing == Routing()
 
 
 def test_interleaving_applies_to_its_share_of_users() -> None:
-    versions = holding("1-1", "1-2", interleave=TrafficSplit("previous", 0.5))
-    choices = [versions.choose(Request(user)) for user in range(1, 100)]
+    versions = make_versions("1-1", "1-2", interleave=TrafficSplit("previous", 0.5))
+    choices = [versions.choose(FakeRequest(user)) for user in range(1, 100)]
     assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {
         None,
         "1-1",
@@ -171,19 +173,21 @@ def test_interleaving_applies_to_its_share_of_users() -> None:
 
 
 def test_a_version_is_never_its_own_rival_or_shadow() -> None:
-    versions = holding("1-1", interleave=TrafficSplit("newest", 1.0), shadow=TrafficSplit("newest", 1.0))
-    assert versions.choose(Request()).rival is None
-    assert versions.choose_shadow(Request(model_version="1-1")) is None
+    versions = make_versions(
+        "1-1", interleave=TrafficSplit("newest", 1.0), shadow=TrafficSplit("newest", 1.0)
+    )
+    assert versions.choose(FakeRequest()).rival is None
+    assert versions.choose_shadow(FakeRequest(model_version="1-1")) is None
 
 
 def test_a_shadow_scores_its_share_of_requests() -> None:
-    versions = holding("1-1", shadow=TrafficSplit("previous", 0.5))
-    found = [versions.choose_shadow(Request(user, "1-1")) for user in range(200)]
+    versions = make_versions("1-1", shadow=TrafficSplit("previous", 0.5))
+    found = [versions.choose_shadow(FakeRequest(user, "1-1")) for user in range(200)]
     assert {v and v.name for v in found} == {None, "0-0"} and 70 < found.count(None) < 130
 
 
 def test_withdrawn_versions_are_removed_unless_activated() -> None:
-    versions = holding("1-1", "1-5", "1-6", keep=4)
+    versions = make_versions("1-1", "1-5", "1-6", keep=4)
     versions.activate("1-5")
     versions.install(versions.named("1-1"))
     versions.withdraw(lambda name: name in ("1-5", "1-6"))
@@ -191,7 +195,7 @@ def test_withdrawn_versions_are_removed_unless_activated() -> None:
 
 
 def test_the_newest_refused_versions_are_remembered() -> None:
-    versions = holding()
+    versions = make_versions()
     for seq in range(30):
         versions.refuse(f"1-{seq}", "damaged", "why")
     assert next(iter(versions.refused)) == "1-10" and versions.refused["1-29"] == (

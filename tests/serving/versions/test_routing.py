@@ -1,4 +1,5 @@
-"""A share of users: stable, growing, independent of what else is shared out."""
+"""Traffic splits: a user's assignment is stable, a growing share keeps its users, and splits are
+independent."""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ from serving.versions.routing import TrafficSplit, parse_split
 KEYS = [n.to_bytes(8, "little") for n in range(2000)]
 
 
-def taken(share: float, purpose: bytes = b"canary") -> set[bytes]:
+def users_in(share: float, purpose: bytes = b"canary") -> set[bytes]:
     split = TrafficSplit("newest", share)
     return {key for key in KEYS if split.takes(key, purpose)}
 
 
 def test_a_share_covers_about_that_many_users() -> None:
-    assert len(taken(0.0)) == 0 and len(taken(1.0)) == len(KEYS)
-    assert 0.22 < len(taken(0.25)) / len(KEYS) < 0.28
+    assert len(users_in(0.0)) == 0 and len(users_in(1.0)) == len(KEYS)
+    assert 0.22 < len(users_in(0.25)) / len(KEYS) < 0.28
 
 
 def test_a_growing_share_keeps_its_users() -> None:
-    assert taken(0.05) < taken(0.1) < taken(0.5)
+    assert users_in(0.05) < users_in(0.1) < users_in(0.5)
 
 
 def test_shares_are_independent() -> None:
-    both = taken(0.5) & taken(0.5, b"interleave")
+    both = users_in(0.5) & users_in(0.5, b"interleave")
     assert 0.22 < len(both) / len(KEYS) < 0.28
 
 

@@ -1,4 +1,5 @@
-"""A shadow scores after the answer, is only compared, and never holds anybody up."""
+"""Shadow scoring: another version scores requests after their answers. Its scores are only compared, and
+requests never wait for it."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.routing import TrafficSplit
 from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring, differences
-from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 
 
-class Shadowed:
-    def __init__(self, built: Built) -> None:
-        self.built, self.idle_gate, self.registry = built, IdleGate(FakeClock()), CollectorRegistry()
-        self.shadow = ShadowScoring(built.service.versions, built.service.rows, 0, self.idle_gate)
+class ShadowFixture:
+    def __init__(self, serving: InProcessServing) -> None:
+        self.serving, self.idle_gate, self.registry = serving, IdleGate(FakeClock()), CollectorRegistry()
+        self.shadow = ShadowScoring(serving.service.versions, serving.service.rows, 0, self.idle_gate)
         self.registry.register(self.shadow)
-        built.service.on_scored = self.shadow.offer
-        built.service.versions.put(shadow=TrafficSplit("previous", 1.0))
+        serving.service.on_scored = self.shadow.offer
+        serving.service.versions.put(shadow=TrafficSplit("previous", 1.0))
 
     def install(self, name: str, scale: float) -> None:
         state = build_model(SCHEMA, MODEL, 0).state_dict()
-        self.built.service.versions.install(
+        self.serving.service.versions.install(
             build_version(name, SCHEMA, MODEL, 0, {n: t * scale for n, t in state.items()})
         )
 
-    def ask(self, number: int = 1) -> None:
+    def rank(self, number: int = 1) -> None:
         request = JsonParser(SCHEMA).parse(json.dumps({**BODY, "request_id": f"r-{number}"}).encode())
-        self.built.service.rank(request, NOW_MS)
+        self.serving.service.rank(request, NOW_MS)
 
     def value(self, name: str) -> float:
         found = self.registry.get_sample_value(f"roostream_serving_shadow_{name}")
@@ -47,67 +48,67 @@ class Shadowed:
 
 
 @pytest.fixture
-def shadowed(tmp_path: Path) -> Iterator[Shadowed]:
+def fixture(tmp_path: Path) -> Iterator[ShadowFixture]:
     torch.set_num_threads(1)
-    built = build(tmp_path, FakeRows(SCHEMA))
-    yield Shadowed(built)
-    built.close()
+    serving = build_serving(tmp_path, FakeRows(SCHEMA))
+    yield ShadowFixture(serving)
+    serving.close()
 
 
-def test_a_shadow_reports_differences_of_scores(shadowed: Shadowed) -> None:
-    shadowed.install("1-1", 1.0)
-    shadowed.ask()
-    shadowed.shadow.turn(max_s=0.001)
+def test_a_shadow_reports_differences_of_scores(fixture: ShadowFixture) -> None:
+    fixture.install("1-1", 1.0)
+    fixture.rank()
+    fixture.shadow.turn(max_s=0.001)
     assert (
-        shadowed.shadow.num_scored,
-        shadowed.value("difference_sum"),
-        shadowed.value("top_overlap_sum"),
+        fixture.shadow.num_scored,
+        fixture.value("difference_sum"),
+        fixture.value("top_overlap_sum"),
     ) == (1, 0.0, 1.0)
-    assert shadowed.value("rank_distance_count") == 1 and shadowed.value("rank_distance_sum") == 0.0
-    shadowed.install("1-2", 3.0)
-    shadowed.ask()
-    shadowed.shadow.turn(max_s=0.001)
-    assert shadowed.shadow.num_scored == 2 and shadowed.value("difference_sum") > 1e-4
+    assert fixture.value("rank_distance_count") == 1 and fixture.value("rank_distance_sum") == 0.0
+    fixture.install("1-2", 3.0)
+    fixture.rank()
+    fixture.shadow.turn(max_s=0.001)
+    assert fixture.shadow.num_scored == 2 and fixture.value("difference_sum") > 1e-4
 
 
-def test_shadow_scores_are_neither_logged_nor_answered(shadowed: Shadowed) -> None:
-    shadowed.install("1-1", 2.0)
+def test_shadow_scores_are_neither_logged_nor_answered(fixture: ShadowFixture) -> None:
+    fixture.install("1-1", 2.0)
     request = JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
-    ranked = shadowed.built.service.rank(request, NOW_MS)
-    shadowed.shadow.turn(max_s=0.001)
-    assert ranked.answer.model_version == "1-1" and shadowed.built.records() == []
+    ranked = fixture.serving.service.rank(request, NOW_MS)
+    fixture.shadow.turn(max_s=0.001)
+    assert ranked.answer.model_version == "1-1" and fixture.serving.records() == []
 
 
-def test_without_a_shadow_nothing_is_queued(shadowed: Shadowed) -> None:
-    shadowed.ask()
-    shadowed.shadow.turn(max_s=0.001)
-    assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 0)
+def test_without_a_shadow_nothing_is_queued(fixture: ShadowFixture) -> None:
+    fixture.rank()
+    fixture.shadow.turn(max_s=0.001)
+    assert (fixture.shadow.num_scored, fixture.shadow.num_dropped) == (0, 0)
 
 
-def test_a_full_shadow_queue_drops_and_counts(shadowed: Shadowed) -> None:
-    shadowed.install("1-1", 2.0)
+def test_a_full_shadow_queue_drops_and_counts(fixture: ShadowFixture) -> None:
+    fixture.install("1-1", 2.0)
     for number in range(MAX_WAITING + 3):
-        shadowed.ask(number)
-    assert shadowed.shadow.num_dropped == 3
+        fixture.rank(number)
+    assert fixture.shadow.num_dropped == 3
 
 
-def test_without_idle_time_shadow_requests_are_dropped(shadowed: Shadowed) -> None:
-    shadowed.install("1-1", 2.0)
-    shadowed.idle_gate.in_flight = lambda: 1
-    shadowed.ask()
-    shadowed.shadow.turn(max_s=0.001)
-    assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 1)
+def test_without_idle_time_shadow_requests_are_dropped(fixture: ShadowFixture) -> None:
+    fixture.install("1-1", 2.0)
+    fixture.idle_gate.in_flight = lambda: 1
+    fixture.rank()
+    fixture.shadow.turn(max_s=0.001)
+    assert (fixture.shadow.num_scored, fixture.shadow.num_dropped) == (0, 1)
 
 
-def test_a_failing_shadow_is_counted(shadowed: Shadowed) -> None:
-    shadowed.install("1-1", float("inf"))
-    shadowed.install("1-2", 1.0)
-    shadowed.ask()
-    shadowed.shadow.turn(max_s=0.001)
-    assert (shadowed.shadow.num_scored, shadowed.shadow.num_failed) == (0, 1)
+def test_a_failing_shadow_is_counted(fixture: ShadowFixture) -> None:
+    fixture.install("1-1", float("inf"))
+    fixture.install("1-2", 1.0)
+    fixture.rank()
+    fixture.shadow.turn(max_s=0.001)
+    assert (fixture.shadow.num_scored, fixture.shadow.num_failed) == (0, 1)
 
 
-# ---- What is told of two versions' scores.
+# Tests of the comparison of two versions' scores.
 
 
 def column(*scores: float) -> np.ndarray:
@@ -126,7 +127,7 @@ def test_a_reversed_list_has_correlation_minus_one() -> None:
 
 def test_overlap_is_of_the_first_ten_slots() -> None:
     one = np.linspace(1, 0, 20, dtype=np.float32)
-    moved = np.roll(one, 5)  # its first five were the last five
+    moved = np.roll(one, 5)  # the last five items become the first five
     assert differences(one[:, None], moved[:, None], 0).top_overlap == 0.5
 
 

@@ -1,4 +1,8 @@
-"""Following dense versions that the trainer commits: verified, whole, newest first."""
+"""The version follower loads the dense weights that the trainer commits: verified, complete, and newest
+first.
+
+Guarantee G5 (docs/architecture.md, Guarantees): damaged data is detected and never served.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from tests.serving.serving_cases import MODEL, SCHEMA, config_of
 
 
 class Commits:
-    """A store into which versions are committed as the trainer does it."""
+    """A store to which tests commit versions as the trainer does, and a follower of it."""
 
     def __init__(self, root: Path) -> None:
         self.store = FileStore(root)
@@ -40,7 +44,7 @@ class Commits:
         self.follower = VersionFollower(self.store, SCHEMA, self.versions, 0)
 
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
-        """Every weight is `fill`."""
+        """Commit a version in which every weight is `fill`."""
         weights = {
             f"model.{n}": np.full(t.shape, fill, np.float32)
             for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
@@ -102,15 +106,15 @@ def test_requests_have_priority_over_loading_a_version(
 ) -> None:
     steps: list[str] = []
 
-    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*given: Any) -> Any:
+    def record_step(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any) -> Any:
             steps.append(name)
-            return work(*given)
+            return work(*arguments)
 
         return step
 
     for name in ("read_weights", "build_version"):
-        monkeypatch.setattr(dense_follower, name, noted(name, getattr(dense_follower, name)))
+        monkeypatch.setattr(dense_follower, name, record_step(name, getattr(dense_follower, name)))
     commits.follower.pause = lambda: steps.append("pause")
     commits.commit(1)
     assert commits.follower.poll() and steps == ["pause", "read_weights", "pause", "build_version"]
@@ -143,20 +147,20 @@ def test_g5_a_damaged_version_is_skipped_and_logged_once(
     assert commits.follower.poll() and commits.versions.newest.name == "1-3"
 
 
-def _good(model: dict[str, Any]) -> dict[str, Any]:
+def _model_config(model: dict[str, Any]) -> dict[str, Any]:
     return {**dataclasses.asdict(MODEL), **model}
 
 
-CASES = [
+UNSERVABLE = [
     ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "schema", "another schema"),
     (
-        {"model": _good({"width": 16})},
+        {"model": _model_config({"width": 16})},
         "expected the parameters of its model",
         "model",
         "weights of another model",
     ),
     (
-        {"model": _good({"depth": 16})},
+        {"model": _model_config({"depth": 16})},
         "expected the configuration of its model",
         "model",
         "a model of another build",
@@ -176,7 +180,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "text", "reason"), [c[:3] for c in CASES], ids=[c[3] for c in CASES])
+@pytest.mark.parametrize(
+    ("changes", "text", "reason"), [c[:3] for c in UNSERVABLE], ids=[c[3] for c in UNSERVABLE]
+)
 def test_an_unservable_version_leaves_the_current_one(
     commits: Commits, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], text: str, reason: str
 ) -> None:
@@ -217,37 +223,37 @@ def test_each_outage_of_the_store_is_logged_once_with_its_end(
 ) -> None:
     caplog.set_level("INFO")
 
-    class Flaky(FileStore):
-        away = False
+    class UnreliableStore(FileStore):
+        list_fails = False
 
         def list(self, prefix: str) -> list[str]:
-            if self.away:
+            if self.list_fails:
                 raise UnavailableError("Input/output error")
             return super().list(prefix)
 
         def get(self, name: str) -> bytes:
-            if self.broken:
+            if self.get_fails:
                 raise UnavailableError("Input/output error")
             return super().get(name)
 
-        broken = False
+        get_fails = False
 
     commits = Commits(tmp_path)
-    store = Flaky(tmp_path)
+    store = UnreliableStore(tmp_path)
     commits.follower.store = store
     commits.commit(1)
-    store.away = True
+    store.list_fails = True
     assert not commits.follower.poll() and not commits.follower.poll()
-    store.away, store.broken = False, True
+    store.list_fails, store.get_fails = False, True
     assert not commits.follower.poll()
     assert caplog.text.count("cannot read") == 1
-    store.broken = False
+    store.get_fails = False
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
     assert caplog.text.count("can be read again") == 1
     for outage in (2, 3):  # without a new commit in between
-        store.away = True
+        store.list_fails = True
         assert not commits.follower.poll() and caplog.text.count("cannot read") == outage
-        store.away = False
+        store.list_fails = False
         assert not commits.follower.poll() and caplog.text.count("can be read again") == outage
 
 
@@ -311,7 +317,7 @@ def test_a_new_commit_of_a_known_number_replaces_the_discarded_one(commits: Comm
     commits.store.delete("manifests/00000002")
     commits.commit(2, incarnation=3, fill=0.75)
     assert commits.follower.poll() and commits.versions.newest.name == "3-2" and commits.value == 0.75
-    assert [h.version.name for h in commits.versions.loaded] == ["3-2"], "1-2 is not served any more"
+    assert [h.version.name for h in commits.versions.loaded] == ["3-2"], "version 1-2 is unloaded"
     assert not commits.follower.poll()
 
 
@@ -375,13 +381,13 @@ def test_an_empty_store_changes_nothing_and_is_logged_once(
     assert caplog.text.count("lists no manifests") == 1
 
 
-def test_a_version_that_fails_its_trial_is_refused_and_logged_once(
+def test_a_version_that_fails_its_warm_up_is_refused_and_logged_once(
     commits: Commits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tried: list[str] = []
+    warmed_up: list[str] = []
 
     def warm_up(version: Version) -> None:
-        tried.append(version.name)
+        warmed_up.append(version.name)
         if version.name == "1-2":
             raise VersionRefusedError("warm_up", "1-2: expected a score, got none")
 
@@ -390,7 +396,7 @@ def test_a_version_that_fails_its_trial_is_refused_and_logged_once(
     assert commits.follower.poll()
     commits.commit(2)
     assert not commits.follower.poll() and not commits.follower.poll()
-    assert commits.versions.newest.name == "1-1" and tried == ["1-1", "1-2"]
+    assert commits.versions.newest.name == "1-1" and warmed_up == ["1-1", "1-2"]
     assert caplog.text.count("expected a score, got none") == 1
     refused = commits.versions.refused["manifests/00000002"]
     assert refused.reason == "warm_up" and commits.versions.num_refused == {"warm_up": 1}
@@ -414,8 +420,10 @@ def test_a_commit_of_other_transforms_is_refused(commits: Commits) -> None:
 OTHER_SCHEMA = "00000000000000aa"
 
 
-def test_a_process_that_can_serve_none_of_the_commits_waits_for_one_that_it_can(commits: Commits) -> None:
-    assert not commits.follower.poll() and commits.follower.waiting_for == "", "a new deployment"
+def test_a_process_waits_for_a_commit_that_it_can_serve(commits: Commits) -> None:
+    assert not commits.follower.poll() and commits.follower.waiting_for == "", (
+        "a new deployment has no commits yet"
+    )
     commits.commit(1, schema=OTHER_SCHEMA)
     commits.commit(2, schema=OTHER_SCHEMA)
     assert not commits.follower.poll()
@@ -434,8 +442,8 @@ def test_a_process_that_cannot_read_the_store_waits_for_it(
         raise UnavailableError("503")
 
     commits.commit(1)
-    with monkeypatch.context() as away:
-        away.setattr(commits.store, "list", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(commits.store, "list", fail)
         assert not commits.follower.poll()
         assert commits.follower.waiting_for == "the checkpoint store, which cannot be read"
     assert commits.follower.poll() and commits.follower.waiting_for == ""

@@ -46,13 +46,13 @@ def test_status_json_is_the_controller_s_status_plus_the_page_key(run: ReplayedR
 
 def test_findings_have_a_start_time_and_their_end_is_a_change(run: ReplayedRun) -> None:
     assert run.page.status()["page"]["findings"] == []
-    run.silent = frozenset({"serving"})
+    run.silent_programs = frozenset({"serving"})
     run.step()
     began_s = run.page.status()["page"]["at_s"]
     run.step()
     (finding,) = run.page.status()["page"]["findings"]
     assert finding["key"] == "silent serving" and finding["since_s"] == pytest.approx(began_s, abs=0.5)
-    run.silent = frozenset()
+    run.silent_programs = frozenset()
     run.step()
     document = run.page.status()["page"]
     assert document["findings"] == []
@@ -73,7 +73,9 @@ def test_history_json_contains_the_past(run: ReplayedRun) -> None:
 
 
 def test_the_page_works_without_scrape_targets(run: ReplayedRun) -> None:
-    run.silent = frozenset({"shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate"})
+    run.silent_programs = frozenset(
+        {"shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate"}
+    )
     run.step()
     document = run.page.status()["page"]
     assert document["figures"]["shards"] == {} and document["newest"]["values"]["rows"] is None
@@ -132,7 +134,7 @@ def test_an_idle_hold_is_shown_without_findings_about_workers(
     assert document["headline"]["state"] == "transient_hold", (
         "the hold must be shown even while the worker still reports its old state"
     )
-    run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
+    run.gone_members, run.silent_programs = frozenset({("worker", 0)}), frozenset({"worker"})
     run.step(), run.step()
     document = run.page.status()
     assert "worker 0" not in document["reports"] and document["page"]["findings"] == []
@@ -140,7 +142,7 @@ def test_an_idle_hold_is_shown_without_findings_about_workers(
     assert (training["state"], training["reason"]) == ("held", "nothing to read for 60 s")
     assert document["page"]["headline"]["text"] == "On hold: nothing to read"
     assert run.controller.end_idle()
-    run.gone = run.silent = frozenset()
+    run.gone_members = run.silent_programs = frozenset()
     run.step()
     assert run.page.status()["page"]["headline"]["state"] == "catching_up"
 
