@@ -16,7 +16,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.controller_agent import error_result
 from roostream.runtime.kafka.topics import Partition, flat
-from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart
+from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart, store_file
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from tests.golden.test_golden_commit import golden_store
@@ -350,6 +350,18 @@ def test_g5_damaged_files_are_reported_as_damaged(part: str) -> None:
     assert not stage.worker.turn()
     stage.store.delete(name)
     assert stage.do("restore", manifest=manifest.name)["damaged"]
+
+
+def test_an_intact_commit_of_another_version_is_refused_for_good_and_not_as_damaged() -> None:
+    stage = Stage()
+    manifest = stage.committed()
+    tensors, _ = tensor_file.decode(stage.store.get(manifest.dense.name))
+    name = next(name for name in tensors if name.startswith("model."))
+    other = tensor_file.encode({n: value for n, value in tensors.items() if n != name}, {})
+    stage.put(dataclasses.replace(manifest, dense=store_file(stage.store, manifest.dense.name, other)))
+    result = stage.do("restore", manifest=manifest.name)
+    assert not result["ok"] and result["permanent"] and not result["damaged"]
+    assert f"expected {name} of shape" in result["error"]
 
 
 def changed_schema(**feature: Any) -> Schema:
