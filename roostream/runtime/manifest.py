@@ -361,7 +361,7 @@ def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | N
             found = load(store, name)
         except OtherVersionError as error:
             raise OtherVersionError(
-                f"{error}, or go back to an older commit with `roostream checkpoint rollback`"
+                f"{error}, or go back to an older commit with `roostream checkpoint rollback N`"
             ) from None
         except CheckpointError as error:
             log.warning("skipping a damaged manifest: %s", error)
