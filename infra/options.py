@@ -185,7 +185,10 @@ def save_options(home: Path, options: StackOptions) -> None:
     table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
     table["schema"] = relative(table["schema"])
     table["overrides"] = _with_models(table["overrides"], relative)
-    (home / OPTIONS_FILE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    file = home / OPTIONS_FILE
+    file.touch(mode=0o600)
+    file.chmod(0o600)  # an override may contain a password
+    file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def load_saved_options(home: Path) -> StackOptions | None:

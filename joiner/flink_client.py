@@ -22,7 +22,7 @@ from joiner.config import JoinerConfig
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
-from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError
+from roostream.errors import ConfigError, OtherVersionError, SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
@@ -209,7 +209,7 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     """Start the job, from `config.restore` if that is set. Returns its id. Takes about 15 s.
 
     Raises:
-        SetupError: PyFlink is not installed. ConfigError: FLINK_HOME is wrong. CheckpointError:
+        SetupError: PyFlink is not installed. ConfigError: FLINK_HOME is wrong. OtherVersionError:
         `config.restore` is of another version of the joiner's state. UnavailableError: Flink's client failed
         (with its error), or `stop` was set. Either no job was started, or `live_job` finds it.
     """
@@ -238,7 +238,7 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     if client.returncode or not found:
         log.debug("flink run printed:\n%s", output)
         if _FOREIGN_STATE in output:
-            raise CheckpointError(
+            raise OtherVersionError(
                 f"expected a savepoint with joiner state of version {VERSION}, got {restore}; "
                 "continue with the build that wrote it, or remove the setting 'restore'"
             )

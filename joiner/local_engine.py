@@ -18,7 +18,7 @@ from joiner.event_decoder import Event, EventDecoder, TimeMark
 from joiner.join import Join, StepResult
 from joiner.outputs import Output
 from joiner.state import END, GONE, PHASES, Engagement, Impression, MemoryState, decode, encode
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, OtherVersionError
 from roostream.runtime.event_time import START, SteppedEventTime
 from roostream.runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
 from roostream.schema.schema import Registry, Schema
@@ -220,7 +220,8 @@ class LocalEngine:
         """Continue from a snapshot; only for an engine that has processed nothing.
 
         Raises:
-            CheckpointError: the snapshot is damaged, or of another version; the engine is unchanged.
+            CheckpointError: the snapshot is damaged; the engine is unchanged.
+            OtherVersionError: it has another format; the engine is unchanged.
         """
         try:
             if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
@@ -228,7 +229,7 @@ class LocalEngine:
             version, body = msgspec.msgpack.decode(data[8:], type=tuple[int, msgspec.Raw])
             if version != _FORMAT:
                 text = f"expected a snapshot of format {_FORMAT}, got {version}; use the build that wrote it"
-                raise CheckpointError(text)
+                raise OtherVersionError(text)
             snapshot = msgspec.msgpack.decode(body, type=EngineSnapshot)
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"the snapshot can't be decoded: {error}") from None

@@ -22,7 +22,7 @@ from joiner.event_decoder import Event, TimeMark
 from joiner.local_engine import LocalEngine
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import Output
-from roostream.errors import CheckpointError, UnavailableError
+from roostream.errors import CheckpointError, OtherVersionError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
@@ -101,12 +101,15 @@ class SnapshotStore:
 
         Raises:
             CheckpointError: there are snapshots, but none is readable.
+            OtherVersionError: another version wrote the newest one.
         """
         names = self._names()
         for name in reversed(names):
             try:
                 engine.restore(self.store.get(name))
                 return name
+            except OtherVersionError:
+                raise
             except CheckpointError as error:
                 log.warning("skipping %s: %s", name, error)
         if names:

@@ -152,6 +152,10 @@ def correction(key: bytes, request_id: str, request: Request, change: LabelChang
 
     With features it contains the whole list of candidates, because a model's score of one candidate depends
     on the others. Without features it contains only the one candidate.
+
+    Its timestamp is when it was due. Readers merge partitions by timestamp. With the time of writing, all
+    corrections of an outage would be trained after all its samples, and the model would diverge
+    (docs/decisions/0032).
     """
     features = _Features()
     candidate = change.engagement[4]
@@ -179,7 +183,8 @@ def correction(key: bytes, request_id: str, request: Request, change: LabelChang
             b"" if impressions else _TAG["untrainable"] + b"\x01",
         )
     )
-    return Output(CORRECTIONS, key, value, None, "")
+    due_ms = max(request.close_ms, change.engagement[0])
+    return Output(CORRECTIONS, key, value, due_ms, "")
 
 
 def dead_letter(

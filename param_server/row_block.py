@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from param_server.embedding_table import KeyIndex, Keys, join_keys
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, OtherVersionError
 
 MAX_BLOCK_BYTES = 64 << 20
 """A bucket with more bytes is stored in several blocks: it may exceed what the store can hold under one key,
@@ -142,7 +142,7 @@ def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
         raise CheckpointError(f"{what}: checksum mismatch: it is damaged")
     magic, version, a, d, num_live, num_keys = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, VERSION):
-        raise CheckpointError(
+        raise OtherVersionError(
             f"{what}: expected version {VERSION}, got {version}; use the version of Roostream that wrote it"
         )
     if (d, a) != (width, state_width):

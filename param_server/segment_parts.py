@@ -17,7 +17,7 @@ import msgspec
 from param_server import row_block as blocks
 from param_server.key_value_store import KeyValueStore
 from param_server.row_block import RowBlock
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, OtherVersionError
 from roostream.runtime.manifest import StoredFile
 from roostream.schema.schema import stack_shape
 
@@ -224,7 +224,7 @@ class SegmentParts:
         """(width, state width); of a former stack as its name tells."""
         shape = self.shapes.get(stack) or stack_shape(stack)
         if shape is None:
-            raise CheckpointError(
+            raise OtherVersionError(
                 f"expected a stack such as d16-adagrad, got {stack!r}; use the version of Roostream that "
                 "wrote it"
             )
@@ -268,7 +268,7 @@ def _entries(stored: Mapping[str, Any]) -> list[BlockEntry]:
 def _directory(segment: Segment, data: bytes) -> SegmentDirectory:
     content = msgspec.json.decode(data)
     if content["format"] not in (1, FORMAT, FORMAT_BLOCKS):
-        raise CheckpointError(
+        raise OtherVersionError(
             f"segment {segment.name}: expected format 1 to {FORMAT_BLOCKS}, got {content['format']}; "
             "use the version of Roostream that wrote it"
         )

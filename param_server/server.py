@@ -59,6 +59,7 @@ from param_server.table import (
 from roostream.errors import (
     CheckpointError,
     FencedError,
+    OtherVersionError,
     RoostreamError,
     SchemaError,
     UnavailableError,
@@ -612,6 +613,8 @@ class Shard:
                     roll_back(self.tables, frozen, self.segments, state, self._advance)
                 else:
                     reload(self.tables, self.segments, state, self._advance)
+            except OtherVersionError:
+                raise
             except CheckpointError:
                 found = self.segments.check(state, self.buckets, self._advance)
                 damaged = {part.split("/")[0] for part in found}
@@ -620,6 +623,8 @@ class Shard:
                     raise
                 problems += self._fetch([segment for segment in state if segment.name in damaged])
                 reload(self.tables, self.segments, state, self._advance)
+        except OtherVersionError:
+            raise
         except CheckpointError as error:
             text = "; ".join([str(error), *problems, self.segments.explain_damage(state, self._advance)])
             if waits:  # an older manifest would lose the rows of all shards since

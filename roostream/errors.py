@@ -8,6 +8,7 @@ RoostreamError
 │   └── TransportError     a call to a shard or the controller failed; its effect is unknown
 ├── FencedError            a newer incarnation exists; the process must stop or rejoin
 ├── CheckpointError        committed data is damaged, or absent from a store that answers
+│   └── OtherVersionError  it is intact, and another version of Roostream wrote it
 ├── HeldError              training is on hold; this program is not needed until the hold ends
 └── SetupError             the machine lacks something (Python, port, disk, memory, package)
 
@@ -77,6 +78,11 @@ class FencedError(RoostreamError):
 
 class CheckpointError(RoostreamError):
     """Committed data is damaged or absent: a retry can't help, an older manifest may."""
+
+
+class OtherVersionError(CheckpointError, ConfigError):
+    """Committed data is intact, but this version can't continue it. An older commit is not tried, because it
+    would discard newer ones."""
 
 
 class HeldError(RoostreamError):

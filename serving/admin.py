@@ -18,7 +18,6 @@ import uvloop
 from fastapi import FastAPI, Request
 from fastapi.middleware import Middleware
 from msgspec import Meta
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from roostream.runtime.tls import TlsContext
@@ -45,7 +44,7 @@ MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 32
 DEADLINE_S = 5.0  # for a body
 _STOP_POLL_S = 0.2
-_SCHEME = "bearer "
+_SCHEME = b"bearer"
 Answer = dict[str, Any]
 
 
@@ -53,17 +52,20 @@ class AdminToken:
     """The admin token. Only its digest is kept; it is compared in constant time and never shown."""
 
     def __init__(self, token: str) -> None:
-        self._digest = _digest(token)
+        self._digest = _digest(token.encode())
 
-    def fits(self, authorization: str) -> bool:
-        """Whether an `Authorization: Bearer …` header has the token."""
-        if authorization[: len(_SCHEME)].lower() != _SCHEME:
-            return False
-        return hmac.compare_digest(_digest(authorization[len(_SCHEME) :].strip()), self._digest)
+    def check(self, authorization: bytes, scope: str = "admin") -> None:
+        """Raises RequestError 401: an `Authorization` header without the token, which has every scope."""
+        scheme, _, token = authorization.strip().partition(b" ")
+        if scheme.lower() != _SCHEME or not hmac.compare_digest(_digest(token.strip()), self._digest):
+            raise RequestError(
+                401,
+                "expected the header 'authorization: Bearer TOKEN' with the token of admin_token_file",
+            )
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
 
 
 def read_token(file: str) -> AdminToken:
@@ -198,9 +200,8 @@ class AdminInterface(FastAPI):
 
     def __init__(self, service: AdminService, token: AdminToken | Keyring) -> None:
         def check(scope: Scope) -> None:
-            if not token.fits(Headers(scope=scope).get("authorization", "")):
-                expected = "expected the header 'authorization: Bearer TOKEN' with the token of "
-                raise RequestError(401, expected + "admin_token_file")
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            token.check(given, "admin")
 
         super().__init__(
             openapi_url=None,

@@ -197,8 +197,8 @@ class TrainLoop:
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
         """Restore a snapshot and continue from its offsets, for the partitions of this source. Claimed chunks
         are dropped. Weights with one column for each feature start again from their initial values if the
-        features have changed, in the schema or its transforms. Raises CheckpointError: a weight is missing
-        or has another shape; the next restore repairs the state."""
+        features have changed, in the schema or its transforms. Raises OtherVersionError: a weight is
+        missing or has another shape; the next restore repairs the state."""
         self.feed.reset()
         self._build()
         changed = changed_inputs(at.shared, self.schema)

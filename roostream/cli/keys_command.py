@@ -85,10 +85,15 @@ def keys_list(file: Path) -> None:
     show_default=True,
     help="how long the old keys remain valid",
 )
-@expires_option
+@click.option(
+    "--expires",
+    "expires_ms",
+    type=Duration(min_ms=1000),
+    help="lifetime from now, such as 90d; default: that of the newest old key",
+)
 @file_option
 def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) -> None:
-    """Create a key with the same name and scopes, and let the old keys expire.
+    """Create a key with the name, scopes and lifetime of the old keys, and let these expire.
 
     \b
     Example:
@@ -96,8 +101,11 @@ def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) 
     """
     old = _named(read_keys(file), name)
     now_s, ids = int(time.time()), {key.id for key in old}
-    scopes = dict.fromkeys(scope for key in old for scope in key.scopes)
-    text, key = new_key(old[0].name, scopes, now_s, now_s + expires_ms // 1000 if expires_ms else 0)
+    valid = [key for key in old if not 0 < key.expires_s <= now_s] or old[-1:]
+    scopes = dict.fromkeys(scope for key in valid for scope in key.scopes)
+    newest = max(valid, key=lambda key: key.created_s)
+    lifetime_s = expires_ms // 1000 if expires_ms else newest.expires_s - newest.created_s
+    text, key = new_key(newest.name, scopes, now_s, now_s + lifetime_s if lifetime_s > 0 else 0)
     end_s = now_s + overlap_ms // 1000
 
     def aged(one: BearerKey) -> BearerKey:

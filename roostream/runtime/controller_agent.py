@@ -53,8 +53,8 @@ def error_result(error: Exception) -> Result:
     """The result of a failed command. `damaged`: another manifest may work. `away`: something is unavailable,
     and a retry may help. `permanent`: retries always fail."""
     text = str(error) if isinstance(error, RoostreamError) else f"a defect of Roostream: {error!r}"
-    damaged, away = isinstance(error, CheckpointError), isinstance(error, UnavailableError)
-    permanent = isinstance(error, ConfigError | MemoryError)
+    permanent, away = isinstance(error, ConfigError | MemoryError), isinstance(error, UnavailableError)
+    damaged = isinstance(error, CheckpointError) and not permanent
     return {"ok": False, "error": text, "damaged": damaged, "away": away, "permanent": permanent}
 
 

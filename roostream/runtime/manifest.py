@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, FencedError, OtherVersionError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.kafka.topics import Progress, flat, nested
@@ -230,7 +230,8 @@ def decode(data: bytes) -> Restorable:
     """Inverse of `Manifest.encode`, with verification; also reads older formats.
 
     Raises:
-        CheckpointError: not JSON, wrong checksum, unknown format, or a missing or unknown key.
+        CheckpointError: not JSON, wrong checksum, or a missing or unknown key.
+        OtherVersionError: unknown format.
     """
     try:
         outer = json.loads(data)
@@ -244,7 +245,7 @@ def decode(data: bytes) -> Restorable:
         raise CheckpointError(f"expected checksum {stated}, got {actual}: the manifest is damaged")
     version = body.pop("format", None)
     if version not in range(1, FORMAT + 1):
-        raise CheckpointError(
+        raise OtherVersionError(
             f"expected manifest format 1 to {FORMAT}, got {version!r}; use the Roostream that wrote it"
         )
     try:
@@ -335,7 +336,7 @@ def load_data(name: str, data: bytes) -> Restorable:
     try:
         found = decode(data)
     except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from None
+        raise type(error)(f"{name}: {error}") from None
     if found.name != name:
         raise CheckpointError(
             f"{name}: expected seq {seq_of(name)}, got {found.manifest.seq}: it is a copy of another manifest"
@@ -349,6 +350,7 @@ def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | N
 
     Raises:
         CheckpointError: there are manifests but none is usable; training must not start over on its own.
+        OtherVersionError: a newer version of Roostream wrote the newest one.
     """
     names = sorted((n for n in store.list(MANIFESTS) if seq_of(n)), key=seq_of, reverse=True)
     past = rollbacks(store) if names else ()
@@ -357,6 +359,10 @@ def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | N
             continue
         try:
             found = load(store, name)
+        except OtherVersionError as error:
+            raise OtherVersionError(
+                f"{error}, or go back to an older commit with `roostream checkpoint rollback N`"
+            ) from None
         except CheckpointError as error:
             log.warning("skipping a damaged manifest: %s", error)
             continue

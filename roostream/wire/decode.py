@@ -229,7 +229,8 @@ class Decoder:
         rejects: _Rejects,
     ) -> None:
         """The timestamp of a sample's record is its close time: partitions are merged, rows stamped and ids
-        forgotten by it. The timestamp of a correction is the joiner's clock."""
+        forgotten by it. The timestamp of a correction is when it was due, and in older records the joiner's
+        clock."""
         timestamp_N = np.array([record.timestamp_ms for record in records], dtype=np.int64)[found.index_N]
         close_ms_N = read_i64(found.buf, field(found.spans_N, SAMPLE.close_ms))
         for n in np.flatnonzero((status_N == OK) & ~is_correction_N & (close_ms_N != timestamp_N)):

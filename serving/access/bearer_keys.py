@@ -171,14 +171,6 @@ class Keyring:
             )
         return key
 
-    def fits(self, authorization: str) -> bool:
-        """For the admin port: whether the header has a key with the scope `admin`."""
-        try:
-            self.check(authorization.encode("latin-1", "replace"), "admin")
-        except RequestError:
-            return False
-        return True
-
     def poll(self) -> None:
         """Load the file if it has changed. If it cannot be read or is invalid, the error is logged once, the
         old keys stay in force, and the file is tried again at every call."""

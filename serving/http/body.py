@@ -70,6 +70,8 @@ class BodyReader:
                 408, "expected a complete body within the deadline, got a part of it"
             ) from None
         encoding = headers.get(b"content-encoding", "identity").strip().lower()
+        if encoding == "x-gzip":  # an old name (RFC 9110, section 8.4.1.3)
+            encoding = "gzip"
         return body if encoding == "identity" else _inflate(body, encoding, self.max_body_bytes)
 
     async def _receive_all(self, receive: Receive) -> bytes:

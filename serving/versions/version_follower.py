@@ -239,7 +239,9 @@ class VersionFollower:
             ) from None
         except RuntimeError as error:
             raise VersionRefusedError(
-                "model", f"{manifest.dense.name}: expected the parameters of its model: {error}"
+                "model",
+                f"{manifest.dense.name}: expected the parameters of its model, got others "
+                f"({' '.join(str(error).split())}); use the Roostream that wrote this commit",
             ) from None
         self.warm_up(version)
         return version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
-from serving.access.bearer_keys import Keyring, read_keys
+from serving.access.bearer_keys import Keyring, read_keys, write_keys
 
 
 def keys(*arguments: str, file: Path) -> Result:
@@ -62,6 +63,22 @@ def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:
     soon = read_keys(file)[0].expires_s
     keys("rotate", "web", "--overlap", "9d", file=file)
     assert read_keys(file)[0].expires_s == soon, "an earlier expiry is not extended"
+
+
+def test_rotation_gives_back_no_scope_of_an_expired_key_and_keeps_the_lifetime(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    keys("new", "web", "--scope", "admin", "--expires", "90d", file=file)
+    expired = [dataclasses.replace(key, expires_s=key.created_s) for key in read_keys(file)]
+    write_keys(file, expired)
+    keys("new", "web", "--scope", "rank", "--expires", "90d", file=file)
+    keys("rotate", "web", file=file)
+    newest = read_keys(file)[-1]
+    assert newest.scopes == ("rank",) and newest.expires_s - newest.created_s == 90 * 86400
+    write_keys(file, expired)
+    keys("rotate", "web", "--expires", "1d", file=file)
+    newest = read_keys(file)[-1]
+    assert newest.scopes == ("admin",), "an expired key that is rotated by itself"
+    assert newest.expires_s - newest.created_s == 86400
 
 
 def test_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_saved_options_are_loaded_again(tmp_path: Path) -> None:
     options = StackOptions(schema=tmp_path / "s.toml", replay=True, num_shards=3, seed=7, overrides=overrides)
     save_options(tmp_path, options)
     assert load_saved_options(tmp_path) == options
+    mode = (tmp_path / OPTIONS_FILE).stat().st_mode
+    assert mode & 0o077 == 0, "an override may contain a password"
 
 
 @pytest.mark.parametrize(

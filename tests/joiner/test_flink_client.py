@@ -13,7 +13,7 @@ from joiner import flink_client
 from joiner.config import JoinerConfig
 from joiner.flink_client import submit
 from joiner.metrics import EventTimeProgress, JoinerMetrics
-from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.errors import ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.flink_rest import JOB_NAME, FlinkRest, JobGauges
 from roostream.runtime.health import Health
@@ -125,7 +125,7 @@ def test_a_savepoint_of_another_version_is_refused_with_advice(
         tmp_path, "echo Caused by: E: Cannot map checkpoint/savepoint state for operator 1f; exit 1"
     )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 3, got"):
+    with pytest.raises(OtherVersionError, match="expected a savepoint with joiner state of version 3, got"):
         submit(JoinerConfig(flink="http://x:1", restore="/points/old"), threading.Event())
 
 

@@ -275,6 +275,19 @@ def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
     assert counts == [(2, 1.0, 2.0), (3, 2.0, 3.0)], "corrections must be in time order"
 
 
+@pytest.mark.parametrize(("time_ms", "due_ms"), [(T + 130, T + 130), (T + 60, T + 100)])
+def test_the_record_of_a_correction_has_the_time_when_it_was_due(time_ms: int, due_ms: int) -> None:
+    """Even if the joiner was behind. With the joiner's clock instead, training would read all corrections of
+    an outage after all samples of it, and a correction's gradient does not shrink as the logit grows."""
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 100)
+    driver.send(engagement(time_ms, event=1))
+    driver.at(T + 900)
+    (output,) = [output for output in driver.outputs if output.topic == "corrections"]
+    assert output.timestamp_ms == due_ms
+
+
 def test_corrections_are_emitted_in_event_time_order() -> None:
     driver = Driver(rules(engaged_threshold=1))
     driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, event=2))

@@ -142,6 +142,7 @@ def as_oracle_result(driver: Driver) -> Result:
             assert m.event_ids[0] not in result.corrections, "an event must have one correction"
             assert m.sample_id == sample_id(KEY, m.header.request_id, m.event_ids[0])
             assert m.untrainable == (not m.parts)
+            assert output.timestamp_ms == max(m.close_ms, m.event_times[0]), "what partitions are merged by"
             result.corrections[m.event_ids[0]] = {
                 "request": m.header.request_id,
                 "item": m.item_ids[m.event_candidates[0]],

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+import xxhash
 from prometheus_client import CollectorRegistry
 
 from joiner.config import JoinerConfig
@@ -16,7 +18,7 @@ from joiner.local_engine import LocalEngine
 from joiner.local_runner import LocalRunner, SnapshotStore
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import Output
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, OtherVersionError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
@@ -140,6 +142,16 @@ def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path)
     store.put(names[0], b"nothing")
     with pytest.raises(CheckpointError, match="none of 2 snapshots"):
         SnapshotStore(store).restore(engine)
+
+
+def test_a_snapshot_of_another_version_is_not_skipped_for_the_one_before(tmp_path: Path) -> None:
+    store, engine = FileStore(tmp_path), LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
+    snapshots = SnapshotStore(store)
+    snapshots.write(engine.snapshot())
+    body = msgspec.msgpack.encode((99, None))
+    snapshots.write(xxhash.xxh3_64_digest(body) + body)
+    with pytest.raises(OtherVersionError, match="got 99"):
+        snapshots.restore(engine)
 
 
 def test_a_foreign_file_next_to_the_snapshots_neither_stops_the_joiner_nor_is_deleted(tmp_path: Path) -> None:

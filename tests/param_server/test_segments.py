@@ -11,7 +11,7 @@ import pytest
 
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import FEW_SEGMENTS, KEEP_COMMITS, MANY_SEGMENTS, Commit, SegmentDamage, Segments
-from roostream.errors import CheckpointError, UnavailableError
+from roostream.errors import CheckpointError, OtherVersionError, UnavailableError
 from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
 
 
@@ -225,7 +225,7 @@ def test_a_future_format_is_refused() -> None:
     store.data[b"d/1-1"] = data
     from param_server.row_block import checksum
 
-    with pytest.raises(CheckpointError):
+    with pytest.raises(OtherVersionError):
         state(segments, (segment._replace(checksum=f"{checksum(data):016x}"),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -12,12 +13,14 @@ from param_server.initial_rows import initial_rows
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.main import METRICS, metrics_of
 from param_server.publish import Publisher
+from param_server.row_block import checksum
 from param_server.rows_topic import InMemoryRows
 from param_server.server import ShardRpcHandler
 from roostream.errors import (
     CheckpointError,
     ConfigError,
     FencedError,
+    OtherVersionError,
     RoostreamError,
     SchemaError,
     UnavailableError,
@@ -43,6 +46,7 @@ from tests.param_server.shard_support import (
 )
 from tests.param_server.shard_support import pull_from as pull
 from tests.param_server.shard_support import push_to as push
+from tests.runtime.manifest_cases import encoded
 from tests.trainer.memory_store import MemoryStore
 
 
@@ -380,6 +384,21 @@ def test_g5_a_damaged_segment_is_refused_and_the_manifest_before_it_works() -> N
         pull(restarted, ITEM, 1)
     restarted.restore(3, first)
     assert state_of(restarted) == committed
+
+
+def test_an_intact_segment_of_a_newer_version_is_not_reported_as_damaged() -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    shard = started_shard(blobs=blobs, store=store)
+    push(shard, 1, ITEM, (1, 2, 3))
+    name = commit(shard, store, 1)
+    data = json.dumps(json.loads(blobs.data[b"d/1-1"]) | {"format": 9}).encode()
+    blobs.data[b"d/1-1"] = data
+    body = json.loads(store.objects[name])["body"]
+    body["shards"]["0"]["segments"][0]["checksum"] = f"{checksum(data):016x}"
+    store.objects[name] = encoded(body)
+    with pytest.raises(OtherVersionError, match="segment 1-1: expected format 1 to 3, got 9") as caught:
+        make_shard(blobs, store).restore(2, name)
+    assert "accept_lost_rows" not in str(caught.value), "no row is lost"
 
 
 def test_g5_a_shard_that_found_damage_during_a_restore_reads_everything_the_next_time() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, FencedError, OtherVersionError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import FileStore
@@ -220,6 +220,17 @@ def test_training_never_restarts_from_nothing_by_itself() -> None:
     assert "reset" not in str(caught.value), (
         "damaged data may come back from a backup; the message must not suggest a reset"
     )
+
+
+def test_a_commit_of_a_newer_version_is_not_passed_over_as_if_it_were_damaged() -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    store.create("manifests/00000002", encoded({**current_body(), "seq": 2, "format": manifests.FORMAT + 1}))
+    with pytest.raises(OtherVersionError, match="manifests/00000002: expected manifest format 1 to"):
+        manifests.newest(store)
+    assert manifests.discard_after(store, 1) == [2], "a rollback of the older version gives it up"
+    found = manifests.newest(store)
+    assert found is not None and found.manifest.seq == 1
 
 
 def test_a_manifest_whose_parts_are_damaged_is_skipped() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.tls import TlsContext
 from serving import admin
+from serving.access.bearer_keys import Keyring
 from serving.admin import AdminInterface, AdminService, AdminToken
 from serving.http import server as http_server
 from serving.versions.idle_gate import IdleGate
@@ -23,10 +24,15 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 def make_admin_interface(
-    versions: LoadedVersions, recent: RecentRequests, stats: InterleavingStats, clock: FakeClock
+    versions: LoadedVersions,
+    recent: RecentRequests,
+    stats: InterleavingStats,
+    clock: FakeClock,
+    token: AdminToken | Keyring | None = None,
 ) -> AdminInterface:
     shadow = ShadowScoring(versions, FakeRows(SCHEMA), 0, IdleGate(clock))
-    return AdminInterface(AdminService(versions, recent, shadow, stats, clock.now_ms), AdminToken(TOKEN))
+    service = AdminService(versions, recent, shadow, stats, clock.now_ms)
+    return AdminInterface(service, token or AdminToken(TOKEN))
 
 
 def make_admin_app(serving: InProcessServing) -> AdminInterface:

@@ -21,7 +21,9 @@ from roostream.runtime.clock import FakeClock
 from roostream.runtime.tls import TlsContext, TlsFiles
 from roostream.schema.ids import key_bytes
 from roostream.schema.settings import SettingError
+from serving.access.bearer_keys import Keyring, new_key, write_keys
 from serving.admin import AdminToken, read_token
+from serving.errors import RequestError
 from serving.http import connection
 from serving.http.engagements import EngagementParser
 from serving.scorer import Version
@@ -44,13 +46,13 @@ class FakeVersion:
 class AdminClient:
     """A client of the admin interface of a serving with versions 1-1, 1-2 and 1-3."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: AdminToken | Keyring | None = None) -> None:
         clock = FakeClock(10_000)
         self.versions = LoadedVersions(cast(Version, FakeVersion("0-0")), 3, now_ms=clock.now_ms)
         for seq in (1, 2, 3):
             self.versions.install(cast(Version, FakeVersion(f"1-{seq}")), committed_ms=1000 * seq)
         self.recent, self.stats = RecentRequests(), InterleavingStats("click")
-        app = make_admin_interface(self.versions, self.recent, self.stats, clock)
+        app = make_admin_interface(self.versions, self.recent, self.stats, clock, token)
         self.http = TestClient(app, base_url="http://testserver/admin/v1", headers=KEY)
 
     def ok(self, method: str, path: str, **body: Any) -> dict[str, Any]:
@@ -173,8 +175,27 @@ def test_calls_without_the_token_are_refused_and_not_logged(
 def test_the_token_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f" {TOKEN}\nmore\n")
     token = read_token(str(tmp_path / "token"))
-    assert all(token.fits(f"{scheme} {TOKEN}") for scheme in ("Bearer", "bearer", "BEARER "))
-    assert TOKEN not in repr(vars(token)) and not AdminToken(TOKEN).fits("Bearer \xff")
+    for scheme in (b"Bearer", b"bearer", b"BEARER "):
+        token.check(scheme + b" " + TOKEN.encode())
+    assert TOKEN not in repr(vars(token))
+    with pytest.raises(RequestError):
+        AdminToken(TOKEN).check(b"Bearer \xff")
+
+
+def test_with_keys_the_port_says_what_is_wrong_with_a_key(tmp_path: Path) -> None:
+    (web, web_key), (ops, ops_key) = new_key("web", ["rank"], 0), new_key("ops", ["admin"], 0)
+    write_keys(tmp_path / "keys.json", [web_key, ops_key])
+    port = AdminClient(Keyring(tmp_path / "keys.json"))
+
+    def answer(text: str) -> tuple[int, str]:
+        found = port.http.get("/versions", headers={"authorization": f"Bearer {text}"})
+        return found.status_code, found.text
+
+    assert answer(ops)[0] == 200
+    status, text = answer(web)
+    assert status == 403 and "scope admin" in text
+    status, text = answer(TOKEN)
+    assert status == 401 and "admin_token_file" not in text, "there is no such file"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short\n", b"\xff\xfe" * 20])

@@ -16,7 +16,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.controller_agent import error_result
 from roostream.runtime.kafka.topics import Partition, flat
-from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart
+from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart, store_file
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from tests.golden.test_golden_commit import golden_store
@@ -359,6 +359,18 @@ def test_g5_damaged_files_are_reported_as_damaged(part: str) -> None:
     assert not harness.worker.turn()
     harness.store.delete(name)
     assert harness.do("restore", manifest=manifest.name)["damaged"]
+
+
+def test_an_intact_commit_of_another_version_is_refused_for_good_and_not_as_damaged() -> None:
+    harness = WorkerHarness()
+    manifest = harness.committed()
+    tensors, _ = tensor_file.decode(harness.store.get(manifest.dense.name))
+    name = next(name for name in tensors if name.startswith("model."))
+    other = tensor_file.encode({n: value for n, value in tensors.items() if n != name}, {})
+    harness.put(dataclasses.replace(manifest, dense=store_file(harness.store, manifest.dense.name, other)))
+    result = harness.do("restore", manifest=manifest.name)
+    assert not result["ok"] and result["permanent"] and not result["damaged"]
+    assert f"expected {name} of shape" in result["error"]
 
 
 def changed_schema(**feature: Any) -> Schema:

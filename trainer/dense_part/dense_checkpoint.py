@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from roostream.errors import CheckpointError, ConfigError
+from roostream.errors import ConfigError, OtherVersionError
 from roostream.models import named_columns
 from roostream.models.build import ADDED_PARTS, build_model
 from roostream.models.config import ModelConfig
@@ -87,7 +87,7 @@ def restore(
     `fresh`, whose inputs have changed.
 
     Raises:
-        CheckpointError: `same_schema`, and a weight or its optimizer state is missing or has another shape.
+        OtherVersionError: `same_schema`, and a weight or its optimizer state is missing or has another shape.
         Nothing was changed.
     """
     weights_prefix = _TRAINED if any(name.startswith(_TRAINED) for name in tensors) else "model."
@@ -119,7 +119,10 @@ def restore(
     if misfits and same_schema:
         first, value = next(iter(misfits.items()))
         got = tensors[first].shape if first in tensors else "none"
-        raise CheckpointError(f"expected {first} of shape {tuple(value.shape)}, got {got}")
+        raise OtherVersionError(
+            f"expected {first} of shape {tuple(value.shape)}, got {got}: this version builds the model "
+            "differently; use the Roostream that wrote this commit, or start over with `roostream reset`"
+        )
     if misfits:
         names = [name for name in misfits if name.startswith(weights_prefix)]
         log.warning("the schema changed: %s start from their initial values", ", ".join(names))

@@ -137,8 +137,8 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     from roostream.cli.checkpoint import checkpoints
 
     opened = opened_store(home, store)
-    _number(opened, seq)
-    wanted = manifests.numbers(opened) if seq is None else [seq]
+    there = manifests.numbers(opened)
+    wanted = there if seq is None and there else [_number(opened, seq)]
     place = Home(home).root
     parts = ((n, outcome) for n in reversed(wanted) for outcome in checkpoints.verify(opened, n, place))
     outcomes: dict[int, list[checkpoints.Outcome]] = {n: [] for n in reversed(wanted)}

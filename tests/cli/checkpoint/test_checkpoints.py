@@ -131,6 +131,13 @@ def test_a_damaged_manifest_is_listed_as_damaged(home: OneShardHome) -> None:
     assert "cannot be read" in run_command("list", "--home", home.root)[1]
 
 
+def test_verify_reads_all_commits_if_none_can_be_used(home: OneShardHome) -> None:
+    for name in home.store.list(manifests.MANIFESTS):
+        home.store.put(name, b"{}")
+    code, text = run_command("verify", "--home", home.root)
+    assert code == 1 and text.count("damaged") >= len(manifests.numbers(home.store))
+
+
 def test_verify_reads_every_part_of_a_commit(home: OneShardHome) -> None:
     found = home.verified(3)
     assert set(found.values()) == {"ok"} and len(found) == 6

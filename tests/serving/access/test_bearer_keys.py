@@ -141,9 +141,8 @@ def test_a_key_is_authorized_for_its_scopes_only(tmp_path: Path) -> None:
     for same in (b"bearer " + header[7:], b"BEARER  " + header[7:], b" " + header + b" \t"):
         assert status_of(keys, same) == 200
     assert keys.check(header, ANY).name == "web"
-    assert keys.fits(header.decode()) is False
     admin, header = make_keyring(tmp_path / "admin.json", "admin")
-    assert admin.fits(header.decode()) and not admin.fits("Bearer é")
+    assert status_of(admin, header, "admin") == 200 and status_of(admin, "Bearer é".encode(), "admin") == 401
 
 
 @pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer ", b"Basic eDp5", b"Bearer roo_x", b"\xff" * 30])

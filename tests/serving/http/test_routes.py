@@ -66,7 +66,8 @@ def test_compressed_and_binary_bodies_give_equal_answers(client: Client) -> None
     plain = http.post(
         "/v1/rank", content=raw, headers={"content-type": "application/json; charset=utf-8"}
     ).json()
-    for encoding, body in (("gzip", gzip.compress(raw)), ("deflate", zlib.compress(raw))):
+    packed = gzip.compress(raw)
+    for encoding, body in (("gzip", packed), ("x-gzip", packed), ("deflate", zlib.compress(raw))):
         assert http.post("/v1/rank", content=body, headers={"content-encoding": encoding}).json() == plain
     logged = wire.decode(serving.records()[0].value)[1]
     assert isinstance(logged, pb.Impression)
@@ -76,14 +77,14 @@ def test_compressed_and_binary_bodies_give_equal_answers(client: Client) -> None
         "/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
     )
     assert binary.json() == plain
-    assert serving.records()[3].value == serving.records()[0].value, (
+    assert serving.records()[-1].value == serving.records()[0].value, (
         "the feature blocks are logged byte for byte"
     )
     url = "/v1/rank?append=true"
     assert http.post(
         url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
     ).is_success
-    assert not wire.decode(serving.records()[4].value)[1].HasField("ro")
+    assert not wire.decode(serving.records()[-1].value)[1].HasField("ro")
 
 
 def test_a_client_that_accepts_protobuf_gets_protobuf(client: Client) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from roostream.errors import CheckpointError
+from roostream.errors import OtherVersionError
 from roostream.models.build import build_model
 from roostream.models.ranker import Ranker
 from roostream.runtime import tensor_file
@@ -72,7 +72,7 @@ def test_another_shape_is_rejected_under_the_same_schema() -> None:
     tensors = dense_checkpoint.snapshot(*trained(width=3))
     model, optimizer = trained(width=4)
     before = dense_checkpoint.snapshot(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
+    with pytest.raises(OtherVersionError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
         dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
     assert all((before[k] == v).all() for k, v in dense_checkpoint.snapshot(model, optimizer).items())
 
@@ -138,7 +138,7 @@ def test_a_commit_with_a_piece_of_a_part_is_rejected() -> None:
     model, optimizer = with_part("linear", slope=0.7)
     tensors = dense_checkpoint.snapshot(model, optimizer)
     tensors["model.linear.curvature"] = tensors.pop("model.linear.weight")
-    with pytest.raises(CheckpointError, match=r"model\.linear\.weight"):
+    with pytest.raises(OtherVersionError, match=r"model\.linear\.weight"):
         dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
 
 
