@@ -18,7 +18,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.program import Stop
 from roostream.schema.registry import to_toml
-from tests.cli.train.test_offline import config, last, rows_of, same_bits, wide
+from tests.cli.train.test_offline import config, last_manifest, make_wide_schema, rows_of, same_bits
 from tests.trainer import samples
 from tests.warehouse.sessions.test_sample_table import archive
 from trainer.config import LoopConfig
@@ -68,11 +68,11 @@ def train_with_kills(folder: Path, home: str, kills: int = 0, **settings: Any) -
 def test_g2_g11_killed_workers_train_the_same_model(tmp_path: Path, rows: str) -> None:
     if rows == "torchrec":
         pytest.importorskip("torchrec")
-    (tmp_path / "schema.toml").write_text(to_toml(wide()))
+    (tmp_path / "schema.toml").write_text(to_toml(make_wide_schema()))
     archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
     train_with_kills(tmp_path, "calm", rows=rows, num_shards=3)
     assert train_with_kills(tmp_path, "killed", NUM_KILLS, rows=rows, num_shards=3) >= 2
-    assert last(tmp_path, "killed").num_shards == 3
-    assert last(tmp_path, "killed").step == last(tmp_path, "calm").step
+    assert last_manifest(tmp_path, "killed").num_shards == 3
+    assert last_manifest(tmp_path, "killed").step == last_manifest(tmp_path, "calm").step
     assert same_bits(tmp_path, "calm", "killed")
-    assert rows_of(tmp_path, "calm", wide()) == rows_of(tmp_path, "killed", wide())
+    assert rows_of(tmp_path, "calm", make_wide_schema()) == rows_of(tmp_path, "killed", make_wide_schema())

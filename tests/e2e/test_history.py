@@ -19,7 +19,7 @@ from roostream.runtime.kafka.topics import SAMPLES, name_of
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.registry import to_toml
 from roostream.schema.schema_file import load_schema
-from tests.cli.train.test_offline import wide
+from tests.cli.train.test_offline import make_wide_schema
 from tests.e2e.loop_stack import applied, newest, wait_until
 from tests.trainer import samples
 
@@ -143,7 +143,7 @@ def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows
     """A worker is killed during the history. The stream then changes rows that the history has trained."""
     pytest.importorskip("torchrec")
     schema = tmp_path / "schema.toml"
-    schema.write_text(to_toml(wide()), encoding="utf-8")
+    schema.write_text(to_toml(make_wide_schema()), encoding="utf-8")
     overrides = {
         "controller": {"initial_workers": 2, "unit_records": 250, "commit_interval_ms": 2_000},
         "worker": {
@@ -157,12 +157,12 @@ def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows
     with Stack(tmp_path / "home", StackOptions(schema=schema, replay=True, overrides=overrides)) as stack:
         stack.start(["kafka"])
         stack.wait_ready("kafka", timeout_s=180)
-        produce(stack, HISTORY, fingerprint=wide().fingerprint)
+        produce(stack, HISTORY, fingerprint=make_wide_schema().fingerprint)
         stack.start(["shards", "controller", "worker"])
         wait_until("a commit of history", lambda: 0 < applied(stack) < len(HISTORY), 180)
         assert exchanged_bytes(stack) > 0
         stack.kill("worker-1")
-        produce(stack, MORE, fingerprint=wide().fingerprint)
+        produce(stack, MORE, fingerprint=make_wide_schema().fingerprint)
         wait_until(
             "the stream",
             lambda: (status := controller_status(stack)) and status["seq"] and not status["initial"],

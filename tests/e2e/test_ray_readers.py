@@ -15,10 +15,10 @@ import pytest
 
 from infra.child import Program, StopRank
 from infra.ray_pool import RayPool
-from tests.cli.train.test_offline import last, place, same_bits, trained
+from tests.cli.train.test_offline import folder, last_manifest, run_training, same_bits
 
 ray = pytest.importorskip("ray", reason="the package extra `ray` is not installed")
-__all__ = ["place"]  # a fixture
+__all__ = ["folder"]  # a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 WAIT_S = 60.0
@@ -82,9 +82,9 @@ def test_copies_that_die_and_actors_that_die_are_started_again() -> None:
     wait_until(lambda: not any(map(is_alive, remaining)))
 
 
-def test_g11_readers_on_a_cluster_change_no_bit(place: Path) -> None:
-    trained(place, "here")
-    report = trained(place, "on-a-cluster", readers=2, pool="ray")
+def test_g11_readers_on_a_cluster_change_no_bit(folder: Path) -> None:
+    run_training(folder, "here")
+    report = run_training(folder, "on-a-cluster", readers=2, pool="ray")
     assert report["reading"]["fetched_requests"] >= 60
-    assert last(place, "on-a-cluster").workers[0].metrics["requests"] == 60
-    assert same_bits(place, "on-a-cluster", "here")
+    assert last_manifest(folder, "on-a-cluster").workers[0].metrics["requests"] == 60
+    assert same_bits(folder, "on-a-cluster", "here")

@@ -281,9 +281,9 @@ def test_the_record_of_a_correction_has_the_time_when_it_was_due(time_ms: int, d
     an outage after all samples of it, and a correction's gradient does not shrink as the logit grows."""
     driver = Driver(rules())
     driver.send(impression(T))
-    driver.at(T + 100)
+    driver.advance_to(T + 100)
     driver.send(engagement(time_ms, event=1))
-    driver.at(T + 900)
+    driver.advance_to(T + 900)
     (output,) = [output for output in driver.outputs if output.topic == "corrections"]
     assert output.timestamp_ms == due_ms
 
