@@ -153,10 +153,10 @@ def last_schema(place: Home) -> Path | None:
     Raises:
         ConfigError: the file is gone.
     """
-    stack = place.read_stack()
-    if stack is None:
+    last = (place.read_stack() or {}).get("schema")
+    if not last:
         return None
-    file = Path(stack["schema"])
+    file = Path(last)
     if not file.is_file():
         raise ConfigError(
             f"{file}: expected the schema of the last `up` in {place.root}, got no file; give --schema"
