@@ -61,7 +61,8 @@ class DeadLetterQuarantine:
             raise NotFiniteError(
                 "expected finite scores and gradients, got non-finite ones for the last "
                 f"{self._consecutive} requests: the cause is the model's state, not a request; "
-                "lower the learning rate, or give extreme features a clip or log1p"
+                "lower the learning rate or clip extreme features, and try a custom model with "
+                "`roostream check-model`"
             )
         count = len(self._suspects)
         for rejected in self._suspects:

@@ -190,3 +190,9 @@ def test_a_log_line_names_its_call() -> None:
     told = json.loads(lines_of(body, "json")[0])
     assert (told["call_id"], told["trace_id"], told["span_id"]) == ("c-1", "aa", "bb")
     assert "call_id" not in lines_of(body, "text")[-1], "whatever comes after it isn't about it"
+
+
+def test_the_libraries_of_torchrec_are_not_logged_one_by_one() -> None:
+    lines = lines_of("import fbgemm_gpu; logging.info('of a custom model'); logging.warning('w')", "text")
+    assert not [line for line in lines if "fbgemm" in line]
+    assert [line.split()[-1] for line in lines if "root" in line] == ["model", "w"]
