@@ -60,7 +60,9 @@ class DeadLetterQuarantine:
         if self._consecutive >= MAX_CONSECUTIVE:
             raise NotFiniteError(
                 "expected finite scores and gradients, got non-finite ones for the last "
-                f"{self._consecutive} requests: the cause is the model's state, not a request"
+                f"{self._consecutive} requests: the cause is the model's state, not a request; "
+                "lower the learning rate or clip extreme features, and try a custom model with "
+                "`roostream check-model`"
             )
         count = len(self._suspects)
         for rejected in self._suspects:

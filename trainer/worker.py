@@ -427,9 +427,12 @@ class Worker:
             if part in configured and part not in manifest.model:
                 committed[part] = configured[part]
         if committed != configured:
-            differing = sorted(k for k in {*configured, *committed} if configured.get(k) != committed.get(k))
+            is_same_kind = committed["kind"] == configured["kind"]  # other kinds have other settings
+            differing = (
+                [k for k in configured if configured[k] != committed.get(k)] if is_same_kind else ["kind"]
+            )
             expected = ", ".join(f"{k} = {committed.get(k)}" for k in differing)
-            got = ", ".join(f"{configured.get(k)}" for k in differing)
+            got = ", ".join(f"{k} = {configured[k]}" for k in differing)
             raise ConfigError(
                 f"{manifest.name}: expected the model's {expected}, got {got}; "
                 "use the committed model TOML, or start over with `roostream reset`"

@@ -22,7 +22,7 @@ from click.core import ParameterSource
 from infra.child_logs import last_lines, rotate
 from infra.home import Home
 from infra.machine_checks import require_disk
-from infra.options import StackOptions, load_saved_options
+from infra.options import StackOptions, load_saved_options, save_options
 from infra.options import demo as demo_options
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
@@ -43,6 +43,7 @@ from roostream.schema.schema_file import load_schema
 Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
 _UP_LOG_BYTES = 1 << 20
+_FILES = ("model", "items", "keys_file", "admin_token_file")
 _ALWAYS_GIVEN = ("ports", "sets", "schema")
 
 
@@ -97,7 +98,7 @@ def build_options(
     base = base or demo_options()
     merged = {program: dict(table) for program, table in base.overrides.items()}
     for program, table in parse_overrides(sets).items():
-        merged.setdefault(program, {}).update(table)
+        merged.setdefault(program, {}).update(with_absolute_files(table))
     return dataclasses.replace(base, ports=parse_ports(ports), overrides=merged, **others)
 
 
@@ -121,7 +122,10 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     if from_warehouse:
         location = absolute_location(from_warehouse)
         options["sets"] = (*options["sets"], f"controller.warehouse={location}")
-    base = load_saved_options(Home(home).root)
+    place = Home(home)
+    base = load_saved_options(place.root)
+    if base is None and options["schema"] is None:
+        options["schema"] = last_schema(place)
     if base is not None:  # options that were not given keep the value that they had
         source = click.get_current_context().get_parameter_source
         options = {
@@ -136,9 +140,28 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     stack = Stack(home, chosen)
     log_to(stack.home)
     with stack:
+        if base is not None and options["schema"] is not None:  # the next `up` continues with it
+            save_options(place.root, dataclasses.replace(base, schema=chosen.schema.resolve()))
         stack.start(["all"])
         stop.wait()
         print(stack.stop(), flush=True)
+
+
+def last_schema(place: Home) -> Path | None:
+    """The schema file with which a stack was last started in this home; None in a new home.
+
+    Raises:
+        ConfigError: the file is gone.
+    """
+    last = (place.read_stack() or {}).get("schema")
+    if not last:
+        return None
+    file = Path(last)
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: expected the schema of the last `up` in {place.root}, got no file; give --schema"
+        )
+    return file
 
 
 def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
@@ -241,6 +264,14 @@ def settled_programs(programs: Programs) -> dict[str, str]:
     }
 
 
+def with_absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a program with the paths of existing files made absolute."""
+    return {
+        key: os.path.abspath(value) if key in _FILES and os.path.isfile(value) else value
+        for key, value in settings.items()
+    }
+
+
 def absolute_location(text: str) -> str:
     """A path made absolute, because programs run in another working directory; a URL unchanged."""
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
@@ -315,6 +346,7 @@ def describe_endpoints(stack: Mapping[str, Any]) -> list[str]:
         f"API docs    {serving}/docs",
         f"Flink       {stack['flink']}",
         f"logs        {stack['home']}/logs",
+        f"schema      {stack['schema']}",
         f"rank        curl -s {serving}/v1/rank -H 'Content-Type: application/json' -d '{body}'",
         *([f"kill        kill -9 {shards[0]}    # a shard; the stack recovers by itself"] if shards else []),
     ]

@@ -162,7 +162,7 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _kind_of(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> ModelKind:
     name = raw.get("kind", "ranker")
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         near = nearest(str(name), KINDS)
         raise ConfigError(
             f"{location.describe('kind')}key 'kind': expected one of {', '.join(KINDS)}, or "

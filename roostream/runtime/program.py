@@ -126,6 +126,8 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
+    # TorchRec's fbgemm_gpu logs a line for each of its 15 libraries.
+    handler.addFilter(lambda line: line.levelno > logging.INFO or "/fbgemm_gpu/" not in line.pathname)
     handler.setFormatter(JsonFormatter() if form == "json" else MaskingFormatter(_LINE, "%H:%M:%S"))
     logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
     for chatty in ("httpx2", "matplotlib"):  # they log one line a request, one line a figure

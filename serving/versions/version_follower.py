@@ -210,11 +210,15 @@ class VersionFollower:
         return next((h.version for h in self.versions.loaded if h.version.name == manifest.version), None)
 
     def _refuse(self, commit: _Commit, error: CheckpointError) -> None:
-        """Log the refusal once; the manifest is not tried again, another one of its name is."""
-        log.warning("model version refused: %s", error)
-        self._bad.add(commit)
-        self._refusal = max(self._refusal, (manifests.seq_of(commit.name), str(error)))
+        """Log the refusal once; the manifest is not tried again, another one of its name is. Of the commits
+        of another schema or model, only the newest is reported."""
         reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
+        seq = manifests.seq_of(commit.name)
+        self._bad.add(commit)
+        if reason in ("schema", "model") and self.versions.num_refused[reason] and seq < self._refusal[0]:
+            return
+        log.warning("model version refused: %s", error)
+        self._refusal = max(self._refusal, (seq, str(error)))
         self.versions.refuse(commit.name, reason, str(error))
 
     def _load(self, manifest: Manifest) -> Version:
@@ -223,7 +227,7 @@ class VersionFollower:
             raise VersionRefusedError(
                 "schema",
                 f"{manifest.name}: expected schema {fingerprint} (serving's), got {manifest.schema} (the "
-                "trainer's); restart serving with the trainer's schema",
+                "trainer's); serving waits for a commit of its schema, so give both the same",
             )
         self.pause()
         weights = read_weights(self.store, manifest, self.schema)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from roostream.cli.stack_commands import absolute_location, restarting_programs, settled_programs
+from infra.home import Home
+from roostream.cli.stack_commands import (
+    absolute_location,
+    last_schema,
+    restarting_programs,
+    settled_programs,
+    with_absolute_files,
+)
+from roostream.errors import ConfigError
 
 
 def test_programs_are_settled_when_ready_or_stopped_by_a_hold() -> None:
@@ -35,3 +43,23 @@ def test_a_relative_path_is_made_absolute_for_the_programs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute_location(text) == location.replace("/here", str(tmp_path))
+
+
+def test_a_file_of_a_setting_is_found_from_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.toml").touch()
+    settings = {"model": "model.toml", "items": "absent.jsonl", "keys_file": "${KEYS}", "batch_requests": 8}
+    assert with_absolute_files(settings) == {**settings, "model": str(tmp_path / "model.toml")}
+
+
+def test_the_next_up_without_a_schema_takes_that_of_the_last_one(tmp_path: Path) -> None:
+    home, schema = Home(tmp_path / "home"), tmp_path / "shop.toml"
+    assert last_schema(home) is None
+    home.make()
+    home.write_stack({"schema": str(schema)})
+    with pytest.raises(ConfigError, match=r"shop.toml: expected the schema of the last `up`.* give --schema"):
+        last_schema(home)
+    schema.touch()
+    assert last_schema(home) == schema

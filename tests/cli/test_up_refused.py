@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.options import demo, load_saved_options, save_options
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -46,6 +48,17 @@ def test_a_wrong_archive_is_reported_once_and_not_retried(folder: Path) -> None:
         and "NOT READY" in status_output.stdout
         and "is no table" in " ".join(status_output.stdout.replace("│", " ").split())
     )
+
+
+def test_the_home_of_a_replay_continues_with_the_schema_that_was_given_last(folder: Path) -> None:
+    home, schema = folder / "home", folder / "shop.toml"
+    home.mkdir()
+    save_options(home, demo())
+    schema.write_bytes((ROOT / "examples/shop/shop.toml").read_bytes())
+    up = roostream(folder, "up", "--home", "home", "--schema", "shop.toml", "--set", "worker.model=none.toml")
+    assert up.returncode == 2 and "none.toml: no such file" in up.stderr, up.stderr
+    later = load_saved_options(home)
+    assert later is not None and later.schema == schema and later.overrides == demo().overrides
 
 
 def test_an_unavailable_store_is_awaited_and_shown_by_status(folder: Path) -> None:

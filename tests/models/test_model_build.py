@@ -127,6 +127,7 @@ def test_config_from_toml(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("kind = 'rankr'", r"model.toml:1: key 'kind': .* did you mean 'ranker'\?"),
+        ("kind = ['ranker']", r"key 'kind': expected one of .* got \['ranker'\]"),
         ("widht = 3", r"unknown key 'widht' = 3; did you mean 'width'\?"),
         ("width = 30", r"key 'list_heads': expected a divisor of width = 30, got 4"),
         ("kind = 'hstu'\nhstu_width = 7", r"key 'hstu_heads': expected a divisor of hstu_width = 7, got 2"),

@@ -191,3 +191,9 @@ def test_a_log_line_names_its_call() -> None:
     logged = json.loads(lines_of(body, "json")[0])
     assert (logged["call_id"], logged["trace_id"], logged["span_id"]) == ("c-1", "aa", "bb")
     assert "call_id" not in lines_of(body, "text")[-1], "a later line must not name the call"
+
+
+def test_the_libraries_of_torchrec_are_not_logged_one_by_one() -> None:
+    lines = lines_of("import fbgemm_gpu; logging.info('of a custom model'); logging.warning('w')", "text")
+    assert not [line for line in lines if "fbgemm" in line]
+    assert [line.split()[-1] for line in lines if "root" in line] == ["model", "w"]

@@ -180,7 +180,7 @@ def test_a_process_is_not_ready_while_every_commit_is_of_another_schema(tmp_path
     assert store.create(manifest.name, manifest.encode())
     process = build_process(config, store, CollectorRegistry())
     process.version_follower.poll()
-    assert any("restart serving with the trainer's schema" in text for text in process.context.waiting_for())
+    assert any("serving waits for a commit of its schema" in text for text in process.context.waiting_for())
     process.close()
 
 

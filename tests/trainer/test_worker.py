@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
-from roostream.models.config import RankerConfig
+from roostream.models.config import DcnConfig, ModelConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
@@ -402,15 +402,19 @@ def test_offsets_of_another_kafka_are_refused() -> None:
         other.worker.turn()
 
 
-def test_another_model_is_refused_with_the_difference() -> None:
+@pytest.mark.parametrize(
+    ("model", "difference"),
+    [
+        (dataclasses.replace(samples.MODEL, cross_layers=2), "cross_layers = 1, got cross_layers = 2; "),
+        (DcnConfig(), "kind = ranker, got kind = dcn; "),  # whose other settings do not compare
+    ],
+)
+def test_another_model_is_refused_with_the_difference(model: ModelConfig, difference: str) -> None:
     harness = WorkerHarness()
     harness.committed()
-    harness.built.loop.model_config = dataclasses.replace(samples.MODEL, cross_layers=2)
-    assert (
-        "expected the model's cross_layers = 1, got 2"
-        in harness.do("restore", manifest="manifests/00000001")["error"]
-    )
-    assert isinstance(harness.built.loop.model_config, RankerConfig)
+    harness.built.loop.model_config = model
+    error = harness.do("restore", manifest="manifests/00000001")["error"]
+    assert f"expected the model's {difference}" in error
 
 
 def test_a_manifest_without_a_model_kind_is_restored() -> None:

@@ -121,14 +121,15 @@ def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     where = f"{places[-1].filename}:{places[-1].lineno}: " if places else ""
     kind = "" if isinstance(error, RoostreamError) else f"{type(error).__name__}: "
-    return f"{where}{kind}{' '.join(str(error).split())}"
+    return f"{where}{kind}{' '.join(str(error).split())}".removesuffix(": ").removesuffix(".")
 
 
 def _import_advice(error: BaseException, folder: Path | None) -> str:
     """What to do after a failed import; "" if the error says it. `folder`: of a file, whose neighbors are not
     imported."""
     if not isinstance(error, ImportError):
-        return "; an import may only define names" if isinstance(error, SystemExit) else ""
+        exits = isinstance(error, SystemExit)
+        return f"; {'an import may only define names' if exits else 'correct its code'}"
     top = (error.name or "").partition(".")[0]
     beside = folder is not None and top and any(p.exists() for p in (folder / f"{top}.py", folder / top))
     if folder is not None and (beside or "relative import" in str(error)):
@@ -374,5 +375,5 @@ def user_errors_as_config_errors(code: CustomCode, method: str) -> Iterator[None
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"model {code.kind!r} failed in {method}: {describe_error(error, code.files)}"
+            f"model {code.kind!r} failed in {method}: {describe_error(error, code.files)}; correct its code"
         ) from None

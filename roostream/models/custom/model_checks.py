@@ -163,14 +163,23 @@ def _are_probabilities(subject: _CheckedModel) -> bool:
 
 
 def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
-    first = build_model(subject.schema, subject.config, 3).state_dict()
-    torch.rand(5)
-    second = build_model(subject.schema, subject.config, 3).state_dict()
+    models = []
+    for _ in range(2):
+        models.append(build_model(subject.schema, subject.config, 3))
+        torch.rand(5)
+    first, second = (model.state_dict() for model in models)
     if list(first) != list(second):
         yield "expected the same parameter names from two builds, got others; use fixed names"
     for name in first:
         if first[name].shape != second[name].shape or not _same_bits(first[name], second[name]):
             yield f"expected the same bits of {name} for the same seed, got others; draw parameters only"
+    inputs = subject.inputs(subject.batch(subject.requests), train=True)
+    with torch.no_grad():
+        if not _same_bits(*(model(inputs) for model in models)):
+            yield (
+                "expected the same logits from two builds with the same seed, got others; keep a list of "
+                "layers in nn.ModuleList, and draw no tensors"
+            )
 
 
 def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
@@ -185,7 +194,9 @@ def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
             "of the inputs"
         )
     had = _attributes(model)
-    subject.learn(model, subject.batch(subject.requests))
+    first, second = (subject.learn(model, subject.batch(subject.requests))[0] for _ in range(2))
+    if not _same_bits(first, second):
+        yield "expected the same loss from the same batch, got others; look for averages over calls"
     for name, value in model.state_dict().items():
         if not _same_bits(before[name], value):
             yield f"expected {name} not to change between calls; replace layers with state, such as BatchNorm"

@@ -261,6 +261,7 @@ def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) ->
             "return self.bais.mean",
             r"failed in forward: .*shop.py:18: AttributeError",
         ),
+        ("return self.bias.mean", "assert False; self.bias.mean", r"shop.py:18: AssertionError; correct"),
         (".mul(targets.weight_BT).sum()", "", r"shop.py:20: expected loss to give a scalar"),
         (
             "targets.label_BT).square",
@@ -274,7 +275,7 @@ def test_errors_of_a_model_name_file_and_line(tmp_path: Path, right: str, wrong:
     config = load_model_config(written(tmp_path, CODE.replace(right, wrong)))
     with pytest.raises(ConfigError, match=message) as told:
         forward(build_model(SCHEMA, config, 0))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(told.value) and "; " in str(told.value)
 
 
 def test_a_memory_error_passes_through(tmp_path: Path) -> None:

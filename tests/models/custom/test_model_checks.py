@@ -108,6 +108,15 @@ WRONG_NAMES = (
     "{'layer.bias': ((1, 2),)}",
     "self.absent",
 )
+LAYER_IN_A_LIST = """self.more = [torch.nn.Linear(4, self.width)]
+        self.layer.register_forward_hook(lambda layer, x, z_BT: z_BT + self.more[0](x[0]))"""
+LOSS = """    def loss(self, inputs, logits_BT, targets):
+        return"""
+AVERAGE_IN_LOSS = """    average = torch.ones(())
+
+    def loss(self, inputs, logits_BT, targets):
+        self.average.mul_(0.9).add_(0.1 * targets.label_BT.mean())
+        return self.average *"""
 BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
 
 
@@ -122,6 +131,13 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         ("return z_BT", "return z_BT.half()", LOGITS),
         ("return z_BT", "return z_BT / 0", LOGITS),
         ("# more", "self.register_buffer('noise', torch.randn(3))", SEED),
+        ("# more", LAYER_IN_A_LIST, SEED),  # neither stored nor trained
+        (
+            "# more",
+            "scale = torch.rand(())\n        self.layer.register_forward_hook(lambda *x: x[2] * scale)",
+            SEED,
+        ),
+        (LOSS, AVERAGE_IN_LOSS, STATE),
         ("# more", BFLOAT16, STORE),
         *(("    def forward", NAMES.format(names), STORE) for names in WRONG_NAMES),
         ("return (logits_BT", "return (0 * logits_BT.sum()).sqrt() + (logits_BT", LEARNS),

@@ -152,7 +152,7 @@ def _model_config(model: dict[str, Any]) -> dict[str, Any]:
 
 
 UNSERVABLE = [
-    ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "schema", "another schema"),
+    ({"schema": "00000000000000aa"}, "serving waits for a commit of its schema", "schema", "another schema"),
     (
         {"model": _model_config({"width": 16})},
         "expected the parameters of its model",
@@ -419,6 +419,17 @@ def test_a_commit_of_other_transforms_is_refused(commits: Commits) -> None:
 
 
 OTHER_SCHEMA = "00000000000000aa"
+
+
+def test_of_the_commits_of_another_schema_only_the_newest_is_reported(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
+    commits.store.create("manifests/00000001", b"{}")
+    for seq in (2, 3, 4):
+        commits.commit(seq, schema=OTHER_SCHEMA)
+    assert not commits.follower.poll() and not commits.follower.poll()
+    assert caplog.text.count(OTHER_SCHEMA) == 1 and "manifests/00000004" in caplog.text
+    assert commits.versions.num_refused == {"schema": 1, "damaged": 1}
 
 
 def test_a_process_waits_for_a_commit_that_it_can_serve(commits: Commits) -> None:
