@@ -142,20 +142,25 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
         ConfigError: as `load_model_config`.
     """
     try:
-        code = load_custom_code(file.raw["kind"], folder, str(file.raw.get("code", "")))
+        raw = dict(file.raw)
+        code = load_custom_code(raw["kind"], folder, str(raw.get("code", "")), raw.pop("replaces", ()))
     except ConfigError as error:
         raise ConfigError(f"{file.location.describe('kind')}{error}") from None
-    return load(code.config, TomlFile({**file.raw, "kind": code.kind, "code": code.digest}, file.location))
+    return load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     """The inverse of `dataclasses.asdict`, for manifests; without `kind` it is a ranker, without
-    the settings in ADDED_PARTS one without these parts.
+    the settings in ADDED_PARTS one without these parts. Of custom code that was replaced, `code` is that of
+    the code that replaces it.
 
     Raises:
         ConfigError: an unknown key or value, or custom code that this process was not given.
     """
-    config = loaded_code(raw).config if is_custom(raw.get("kind")) else _kind_of(raw).config
+    if is_custom(raw.get("kind")):
+        code = loaded_code(raw)
+        return from_dict(code.config, {**raw, "code": code.digest})
+    config = _kind_of(raw).config
     before = dict.fromkeys(ADDED_PARTS, False) if issubclass(config, RankerConfig | DlrmConfig) else {}
     return from_dict(config, {**before, **raw})
 

@@ -2,8 +2,8 @@
 
 A file is executed from the bytes that were hashed, as a module with a private name, so it may have any file
 name. A module of a package keeps its name, so it can import its neighbors; names of this project's packages
-are rejected. Loaded code is found by name and digest: a manifest gets the code that it was trained with or
-none, and never causes an import.
+are rejected. Loaded code is found by name and digest: a manifest gets the code that it was trained with, code
+that says it `replaces` this one, or none, and never causes an import.
 
 Letters: B candidates, T tasks.
 """
@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ from roostream.schema.schema import Schema
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
 _FORM = "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 _SHOWN = 12  # hex digits of a digest
+_DIGEST = re.compile(f"[0-9a-f]{{{_SHOWN},64}}")
 
 
 class CustomCode(NamedTuple):
@@ -47,6 +49,7 @@ class CustomCode(NamedTuple):
     files: tuple[str, ...]  # that were hashed
     config: type[CustomModelConfig]
     build: Callable[[Schema, Any], Any]  # the second is a `config`
+    replaces: tuple[str, ...] = ()  # first digits of the digests of code whose commits this code continues
 
 
 class _Hashed(NamedTuple):
@@ -63,13 +66,17 @@ def is_custom(kind: object) -> bool:
     return isinstance(kind, str) and ":" in kind
 
 
-def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
+def load_custom_code(kind: str, folder: Path, code: str = "", replaces: Any = ()) -> CustomCode:
     """Load the code that `kind` names, files relative to `folder`. Loaded once per process unless it changes.
 
     Raises:
-        ConfigError: missing, not importable (names file and line), without the function, or its digest is not
-        `code`.
+        ConfigError: missing, not importable (names file and line), without the function, its digest is not
+        `code`, or `replaces` has no digests.
     """
+    if not isinstance(replaces, list | tuple) or not all(_DIGEST.fullmatch(str(one)) for one in replaces):
+        raise ConfigError(
+            f"key 'replaces': expected a list of digests of {_SHOWN} or more hex digits, got {replaces!r}"
+        )
     name, _, function = kind.rpartition(":")
     if not function.isidentifier() or not name:
         raise ConfigError(f"key 'kind': expected {_FORM}, got {kind!r}")
@@ -77,7 +84,10 @@ def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
     hashed_source = _hash_file(folder / name) if is_file else _hash_package(name, kind)
     kind_name = f"{Path(name).name}:{function}" if is_file else kind
     if code and code != hashed_source.digest:
-        raise _other_code(kind_name, code, hashed_source.digest, hashed_source.files[0])
+        found_code = _expected_code(code, hashed_source.digest, hashed_source.files[0])
+        raise ConfigError(
+            f"model {kind_name!r}: {found_code}; use the file with that digest, or correct the key 'code'"
+        )
     if (kind_name, hashed_source.digest) not in _LOADED:
         try:
             with _torch_settings_kept():
@@ -92,12 +102,13 @@ def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
             kind_name, hashed_source.digest, hashed_source.files, config, build
         )
     # Moved to the end: the newest is the last.
-    found = _LOADED[kind_name, hashed_source.digest] = _LOADED.pop((kind_name, hashed_source.digest))
+    found = _LOADED.pop((kind_name, hashed_source.digest))._replace(replaces=tuple(replaces))
+    _LOADED[kind_name, hashed_source.digest] = found
     return found
 
 
 def loaded_code(config: Mapping[str, Any]) -> CustomCode:
-    """The loaded code of a configuration from a manifest.
+    """The loaded code of a configuration from a manifest, or the newest one that replaces it.
 
     Raises:
         ConfigError: this process has not loaded that code.
@@ -106,8 +117,15 @@ def loaded_code(config: Mapping[str, Any]) -> CustomCode:
     if found := _LOADED.get((kind, code)):
         return found
     others = [own for (name, _), own in _LOADED.items() if name == kind]
+    for other in reversed(others):
+        if any(code.startswith(digest) for digest in other.replaces):
+            return other
     if others:
-        raise _other_code(kind, code, others[-1].digest, others[-1].files[0])
+        found_code = _expected_code(code, others[-1].digest, others[-1].files[0])
+        raise ConfigError(
+            f"model {kind!r}: {found_code}; use the file that it was trained with, or let this one continue its "
+            f'commits: in the model\'s TOML, replaces = ["{code[:_SHOWN]}"]'
+        )
     raise ConfigError(
         f"model {kind!r}: expected its code (digest {code[:_SHOWN]}), got none; set `model` here to a TOML "
         "with that kind"
@@ -168,11 +186,8 @@ def _torch_settings() -> dict[str, Any]:
     }
 
 
-def _other_code(kind: str, expected: str, got: str, file: str) -> ConfigError:
-    return ConfigError(
-        f"model {kind!r}: expected code of digest {expected[:_SHOWN]}, got {got[:_SHOWN]} ({file}); "
-        "use the file that it was trained with, or start again with another store"
-    )
+def _expected_code(expected: str, got: str, file: str) -> str:
+    return f"expected code of digest {expected[:_SHOWN]}, got {got[:_SHOWN]} ({file})"
 
 
 class _AsHashed(SourceFileLoader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import sys
 from pathlib import Path
 
@@ -125,6 +126,29 @@ def test_other_code_than_that_of_training_is_rejected(tmp_path: Path) -> None:
         model_config_from_dict(committed)
     with pytest.raises(ConfigError, match=f"model.toml:1: {sentence}"):
         load_model_config(written(tmp_path, CODE, f'code = "{"0" * 64}"'))
+
+
+def test_corrected_code_continues_commits_of_the_code_that_it_replaces(tmp_path: Path) -> None:
+    """The old code is not loaded: its file was overwritten before this process started."""
+    digest = hashlib.sha256(b"the old code").hexdigest()
+    committed = {"kind": "shop.py:build", "code": digest, "rows": 3}
+    corrected = f"{CODE}\n# corrected"
+    load_model_config(written(tmp_path, corrected))
+    replaces = f'replaces = ["{digest[:12]}"]'
+    with pytest.raises(ConfigError, match=re.escape(replaces)):
+        model_config_from_dict(committed)
+    config = load_model_config(written(tmp_path, corrected, replaces))
+    assert model_config_from_dict(committed) == config
+    assert dataclasses.asdict(config)["code"] == hashlib.sha256(corrected.encode()).hexdigest()
+    assert forward(build_model(SCHEMA, model_config_from_dict(committed), 0)).shape == (5, 2)
+    with pytest.raises(ConfigError, match="expected code of digest"):
+        model_config_from_dict({**committed, "code": "0" * 64})
+
+
+@pytest.mark.parametrize("replaces", ["'0123456789ab'", "['']", "[1]", "['0123']", "['xyzxyzxyzxyz']"])
+def test_replaced_code_is_named_by_digests(tmp_path: Path, replaces: str) -> None:
+    with pytest.raises(ConfigError, match=r"model.toml:1: key 'replaces': expected a list of digests"):
+        load_model_config(written(tmp_path, CODE, f"replaces = {replaces}"))
 
 
 def test_reserved_names_are_our_packages() -> None:
