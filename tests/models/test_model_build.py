@@ -1,5 +1,5 @@
-"""A model of any kind from its configuration; initial values, a function of the seed and the parameter's
-name."""
+"""Building a model of any kind from its configuration. Initial values depend on the seed and the parameter's
+name only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_new_module_changes_no_other_parameter() -> None:
 
 
 def test_initial_values_are_pinned() -> None:
-    # Trainer and serving of different releases must agree before the first commit.
+    # Before the first commit, trainer and serving of different releases must have the same weights.
     model = build_model(
         make_schema("one float"), RankerConfig(width=4, list_heads=1, request_layers=(2,)), seed=0
     )
@@ -74,15 +74,17 @@ def test_config_goes_through_a_manifest() -> None:
     assert written["kind"] == "ranker"
     assert model_config_from_dict(written) == config
     del written["kind"]
-    assert model_config_from_dict(written) == config, "a manifest from before there were kinds is a ranker's"
+    assert model_config_from_dict(written) == config, "an old manifest without a kind describes a ranker"
     for part in ADDED_PARTS:
         del written[part]
     without = dataclasses.replace(config, **dict.fromkeys(ADDED_PARTS, False))
-    assert model_config_from_dict(written) == without, "a manifest from before these parts has none"
+    assert model_config_from_dict(written) == without, (
+        "an old manifest without these keys has none of the parts"
+    )
 
 
 class Constant(Model):
-    """A kind of one parameter, as another module would add it."""
+    """A model kind with one parameter, as another module could add it."""
 
     def __init__(self, schema: Schema, config: ConstantConfig) -> None:
         super().__init__()
