@@ -16,10 +16,8 @@ from tests.models.returning_users import GROWING_HISTORIES, UNCHANGED_HISTORIES,
 def report_of(
     visits: list[tuple[int, int]], batch_requests: int, *, windows: int = 1, same_floats: bool = False
 ) -> dict[str, Any]:
-    batch, statistics = (
-        returning_users_batch(visits, same_floats=same_floats),
-        DuplicateStatistics(batch_requests),
-    )
+    batch = returning_users_batch(visits, same_floats=same_floats)
+    statistics = DuplicateStatistics(batch_requests)
     user_R, candidates_R = np.array([user for user, _ in visits]), np.full(len(visits), 4)
     for rows in np.array_split(np.arange(len(visits)), windows):
         statistics.add(batch.take_requests(rows), user_R[rows], candidates_R[rows])
