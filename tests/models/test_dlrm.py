@@ -176,7 +176,7 @@ def test_the_linear_part_is_mixed_with_the_network_by_its_share(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_untrained_each_task_predicts_its_prior(kind: str) -> None:
+def test_each_task_of_an_untrained_model_predicts_its_prior(kind: str) -> None:
     labels = [{**LABELS[0], "prior": 0.25}, LABELS[1]]
     schema = schema_from_dict({**CASES["candidate only"], "label": labels})
     model = build_model(schema, dataclasses.replace(CONFIGS[kind], prior=0.03), seed=4)
@@ -184,7 +184,7 @@ def test_untrained_each_task_predicts_its_prior(kind: str) -> None:
     torch.testing.assert_close(score_BT, torch.tensor([[0.25, 0.03]]).expand(5, 2))
 
 
-def test_untrained_the_model_orders_by_click_rate_as_the_ranker_does() -> None:
+def test_an_untrained_model_orders_by_click_rate_as_the_ranker_does() -> None:
     schema = load_schema(Path(__file__).parents[2] / "roostream" / "replay" / "schemas" / "demo.toml")
     column = rate_rank(schema, schema.labels[0].action)
     assert column is not None

@@ -61,11 +61,13 @@ def test_pooling_is_the_mean_or_the_sum_weighted_by_asinh(case: str) -> None:
             offsets, index = jagged.offsets_of(f.name), lookup.stacks[stack].index[f.name]
             weights = jagged.weights_of(f.name)
             for n in range(jagged.num_rows):
-                mine = rows[stack][index[offsets[n] : offsets[n + 1]]]
+                rows_of_list = rows[stack][index[offsets[n] : offsets[n + 1]]]
                 if f.kind == "weighted_ids" and weights is not None:
-                    expected = (mine * np.arcsinh(weights[offsets[n] : offsets[n + 1], None])).sum(axis=0)
+                    expected = (rows_of_list * np.arcsinh(weights[offsets[n] : offsets[n + 1], None])).sum(
+                        axis=0
+                    )
                 else:
-                    expected = mine.sum(axis=0) / max(len(mine), 1)
+                    expected = rows_of_list.sum(axis=0) / max(len(rows_of_list), 1)
                 np.testing.assert_allclose(pooled[f.name][n], expected, atol=1e-6)
 
 
@@ -88,7 +90,7 @@ def test_gradients_of_rows_are_compact() -> None:
     )
 
 
-def test_a_sequence_is_jagged_and_its_squares_have_the_same_entries() -> None:
+def test_a_sequence_is_jagged_and_its_padded_form_has_the_same_entries() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [2, 0, 3, 1])
     lookup = build_lookup(batch)

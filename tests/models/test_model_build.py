@@ -50,8 +50,10 @@ def test_a_model_to_be_loaded_has_all_values_of_its_state(kind: str) -> None:
     loaded = build_model(schema, config, 3, is_loaded=True)
     loaded.load_state_dict(initial.state_dict(), strict=True)
     for named in ("named_parameters", "named_buffers"):
-        mine, other = dict(getattr(loaded, named)()), dict(getattr(initial, named)())
-        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+        loaded_values, initial_values = dict(getattr(loaded, named)()), dict(getattr(initial, named)())
+        assert loaded_values.keys() == initial_values.keys() and all(
+            torch.equal(loaded_values[name], initial_values[name]) for name in initial_values
+        )
 
 
 def test_a_new_module_changes_no_other_parameter() -> None:

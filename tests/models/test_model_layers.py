@@ -113,11 +113,9 @@ CANDIDATE_COUNTS = [3, 0, 18, 2, 1]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
-def test_attention_in_segments_equals_padded_squares(heads: int) -> None:
-    groups, sequence = (
-        build_groups(np.array(CANDIDATE_COUNTS)),
-        histories(HISTORY_LENGTHS, build_groups(np.array(CANDIDATE_COUNTS))),
-    )
+def test_attention_in_segments_equals_padded_attention(heads: int) -> None:
+    groups = build_groups(np.array(CANDIDATE_COUNTS))
+    sequence = histories(HISTORY_LENGTHS, build_groups(np.array(CANDIDATE_COUNTS)))
     query_and_entries = (
         randn(sum(CANDIDATE_COUNTS), 20).requires_grad_(),
         randn(sum(HISTORY_LENGTHS), 40, seed=1).requires_grad_(),
@@ -140,10 +138,8 @@ def test_attention_in_segments_equals_padded_squares(heads: int) -> None:
 
 
 def test_a_segment_has_the_same_bits_in_any_batch() -> None:
-    qkv_BD, gradient = (
-        randn(sum(CANDIDATE_COUNTS), 3 * 36).float(),
-        randn(sum(CANDIDATE_COUNTS), 36, seed=1).float(),
-    )
+    qkv_BD = randn(sum(CANDIDATE_COUNTS), 3 * 36).float()
+    gradient = randn(sum(CANDIDATE_COUNTS), 36, seed=1).float()
 
     def output_and_gradient(qkv_BD: Tensor, counts: list[int], gradient: Tensor) -> list[Tensor]:
         leaf = qkv_BD.clone().requires_grad_()

@@ -62,9 +62,9 @@ def test_pairwise_is_the_loss_of_all_pairs_of_a_request() -> None:
     got = loss(z, Targets(label, weight), [Task("pairwise", 1.0, 1.0)], GROUPS)
     expected, first = 0.0, 0
     for count in COUNTS:
-        mine = range(first, first + count)
-        negatives = [j for j in mine if label[j] == 0 and weight[j] > 0]
-        for i in mine:
+        candidates = range(first, first + count)
+        negatives = [j for j in candidates if label[j] == 0 and weight[j] > 0]
+        for i in candidates:
             if label[i] > 0 and weight[i] > 0 and negatives:
                 expected += float(weight[i]) * np.mean(
                     [math.log1p(math.exp(float(z[j] - z[i]))) for j in negatives]
@@ -106,8 +106,8 @@ def test_gradients_are_right_and_parts_of_a_batch_add_up(objective: str) -> None
     )
     total, parts = weight.sum(dim=0), ((slice(0, 4), COUNTS[:2]), (slice(4, 25), COUNTS[2:]))
     sum_of_parts = sum(
-        loss(z[mine], Targets(label[mine], weight[mine], total_T=total), [task], build_groups(counts))
-        for mine, counts in parts
+        loss(z[part], Targets(label[part], weight[part], total_T=total), [task], build_groups(counts))
+        for part, counts in parts
     )
     torch.testing.assert_close(sum_of_parts, loss(z, Targets(label, weight), [task], GROUPS))
 

@@ -60,7 +60,9 @@ def test_sharing_changes_neither_logits_nor_gradients(kind: str, case: str) -> N
     """Equal to 1e-12 of the largest value, because sums over shared entries have another order."""
     batch = BATCHES[case]
     model = trained_model(batch.schema, CONFIGS[kind]).double()
-    plain, shared = (outputs_and_gradients(model, batch, deduplicated=of) for of in (False, True))
+    plain, shared = (
+        outputs_and_gradients(model, batch, deduplicated=is_deduplicated) for is_deduplicated in (False, True)
+    )
     assert plain.keys() == shared.keys() and float(plain["logits"].abs().max()) > 1e-3
     for name, expected in plain.items():
         largest = max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-3)
@@ -72,7 +74,7 @@ def test_sharing_changes_neither_logits_nor_gradients(kind: str, case: str) -> N
 @pytest.mark.parametrize("case", BATCHES)
 def test_a_deduplicated_lookup_names_the_same_rows(case: str) -> None:
     batch = BATCHES[case]
-    plain, shared = (build_lookup(batch, deduplicated=of) for of in (False, True))
+    plain, shared = (build_lookup(batch, deduplicated=is_deduplicated) for is_deduplicated in (False, True))
     assert (
         shared.shared["history"].entry_V.size * 1.5 <= batch.ro_lists.total_of("history") and not plain.shared
     )
@@ -96,10 +98,10 @@ def test_equal_requests_are_computed_once() -> None:
 def test_transforms_of_equal_requests_give_the_same_bits() -> None:
     batch = BATCHES["unchanged histories"]
     unique = build_lookup(batch, deduplicated=True).unique
-    for wanted, got in zip(
+    for expected, got in zip(
         transform.apply_transforms(batch), transform.apply_transforms(batch, unique), strict=True
     ):
-        assert np.array_equal(got.view(np.int32), wanted.view(np.int32))
+        assert np.array_equal(got.view(np.int32), expected.view(np.int32))
 
 
 def test_little_sharing_is_not_used() -> None:

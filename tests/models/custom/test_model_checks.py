@@ -88,17 +88,13 @@ def test_an_unusual_model_passes(tmp_path: Path, pairs: dict[str, str]) -> None:
     assert {verdict.check: verdict.wrong for verdict in check_model(SCHEMA, config) if verdict.wrong} == {}
 
 
-BATCH, ALONE, SERVED = (
-    "alone as in a batch, to 1e-5 (G9)",
-    "independent of other requests",
-    "the same bits in serving (G9)",
-)
-STATE, LOGITS, LEARNS, LARGE = (
-    "nothing is kept between calls",
-    "logits are finite float32 [B, T]",
-    "loss and gradients are finite",
-    "as large as the schema's limits",
-)
+BATCH = "alone as in a batch, to 1e-5 (G9)"
+ALONE = "independent of other requests"
+SERVED = "the same bits in serving (G9)"
+STATE = "nothing is kept between calls"
+LOGITS = "logits are finite float32 [B, T]"
+LEARNS = "loss and gradients are finite"
+LARGE = "as large as the schema's limits"
 SEED, STORE = "same seed, same bits, same names", "safe to store"
 NAMES = "    def column_names(self):\n        return {}\n\n    def forward"
 WRONG_NAMES = (
@@ -150,7 +146,7 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
             LEARNS,
         ),
         (".sum()\n", ".sum() / targets.weight_BT.sum()\n", LEARNS),
-        (".sum()\n", ".sum() / targets.weight_BT.sum().clamp(min=1)\n", LEARNS),  # must divide by total_T
+        (".sum()\n", ".sum() / targets.weight_BT.sum().clamp(min=1)\n", LEARNS),  # ignores total_T
         (".sum()\n", ".mean()\n", LEARNS),
     ],
 )

@@ -82,10 +82,8 @@ def compare(
     for values in (output.values(), expected.values()):
         (values * upstream).sum().backward()
     for c in configs:
-        rows_UD, weight = (
-            inputs.rows[SCHEMA.table_by_name[c.name].stack],
-            collection.embedding_bags[c.name].weight,
-        )
+        rows_UD = inputs.rows[SCHEMA.table_by_name[c.name].stack]
+        weight = collection.embedding_bags[c.name].weight
         assert rows_UD.grad is not None and weight.grad is not None
         torch.testing.assert_close(rows_UD.grad, weight.grad[: len(rows_UD)], rtol=1e-6, atol=1e-6)
     return len(output.values())
@@ -154,15 +152,17 @@ def test_learned_weights_get_gradients() -> None:
 
 def test_the_collection_has_no_parameters_and_needs_rows() -> None:
     inputs = make_inputs(COUNTS)
-    ours = RemoteEmbeddingBagCollection([config("item", 4)], SCHEMA)
-    assert ours.state_dict() == {} and list(ours.parameters()) == [] and not ours.is_weighted()
-    assert ours.embedding_bag_configs()[0].feature_names == ["item"], (
+    collection = RemoteEmbeddingBagCollection([config("item", 4)], SCHEMA)
+    assert (
+        collection.state_dict() == {} and list(collection.parameters()) == [] and not collection.is_weighted()
+    )
+    assert collection.embedding_bag_configs()[0].feature_names == ["item"], (
         "a config without feature names uses the name of the table"
     )
     with rows_of(inputs):
-        assert ours.device == inputs.rows["d4-adagrad"].device
+        assert collection.device == inputs.rows["d4-adagrad"].device
     with pytest.raises(SchemaError, match="expected the rows of a batch, got none; call the model inside"):
-        ours(as_kjt(inputs))
+        collection(as_kjt(inputs))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_weights_require_sum_pooling() -> None:
 
 def test_tensors_of_another_batch_are_rejected() -> None:
     inputs = make_inputs(COUNTS)
-    ours = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)
+    collection = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)
     ids = KeyedJaggedTensor(
         keys=["item", "history"], values=torch.tensor([10**12, 5]), lengths=torch.tensor([1, 1]), stride=1
     )
@@ -205,27 +205,29 @@ def test_tensors_of_another_batch_are_rejected() -> None:
         with pytest.raises(
             SchemaError, match=r"expected positions in \d+ rows, got 5 to 1000000000000; .* not ids"
         ):
-            ours(ids)
+            collection(ids)
         with pytest.raises(
             SchemaError, match="expected feature 'history' in the KeyedJaggedTensor, got item"
         ):
-            ours(
+            collection(
                 KeyedJaggedTensor(
                     keys=["item"], values=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([1])
                 )
             )
         with pytest.raises(SchemaError, match="11 of item, 6 of history: inverse indices were dropped"):
-            ours(as_kjt(inputs).permute(order))
+            collection(as_kjt(inputs).permute(order))
         expanded = as_kjt(inputs, expand=True)
-        torch.testing.assert_close(ours(expanded.permute(order)).values(), ours(expanded).values())
+        torch.testing.assert_close(
+            collection(expanded.permute(order)).values(), collection(expanded).values()
+        )
 
 
 def test_contexts_of_rows_may_be_nested() -> None:
-    ours = RemoteEmbeddingBagCollection([config("item", 4, "item")], SCHEMA)
+    collection = RemoteEmbeddingBagCollection([config("item", 4, "item")], SCHEMA)
     one, other = make_inputs([2, 1], 1), make_inputs([4], 2)
     with rows_of(one):
         with rows_of(other):
-            assert len(ours(as_kjt(other)).values()) == 4
+            assert len(collection(as_kjt(other)).values()) == 4
         np.testing.assert_array_equal(
-            ours(as_kjt(one)).values().detach().numpy(), pool_features(one)["item"].detach().numpy()
+            collection(as_kjt(one)).values().detach().numpy(), pool_features(one)["item"].detach().numpy()
         )

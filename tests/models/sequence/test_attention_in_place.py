@@ -33,8 +33,8 @@ def test_attention_and_its_gradients_equal_the_reference(name: str, width: int) 
         out_SD = attend(x_SD3, sequences, bias_P, None, HEADS, MAX_HISTORY + 1.0)
         (out_SD * randn(*out_SD.shape, seed=2)).sum().backward()  # type: ignore[no-untyped-call]
         results.append((out_SD, x_SD3.grad, torch.zeros_like(bias_P) if bias_P.grad is None else bias_P.grad))
-    for ours, reference in zip(*results, strict=True):
-        torch.testing.assert_close(ours, reference)
+    for in_place, reference in zip(*results, strict=True):
+        torch.testing.assert_close(in_place, reference)
 
 
 def test_float32_is_computed_in_float32() -> None:

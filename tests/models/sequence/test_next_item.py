@@ -130,11 +130,9 @@ def test_the_loss_equals_its_formula_without_the_next_item_as_negative(corrected
 
 @each_encoder
 def test_gradients_are_right_in_float64(name: str) -> None:
-    module, item_S, sequences = (
-        build_next_item(name),
-        random_items()[:4],
-        build_history_sequences(LENGTHS[:2]),
-    )
+    module = build_next_item(name)
+    item_S = random_items()[:4]
+    sequences = build_history_sequences(LENGTHS[:2])
     item_SC = torch.tensor([[3, 1, 6], [0, 5, 2], [1, 1, 4], [6, 0, 5]])
     assert_gradients(module, lambda: module.loss(module(item_S, sequences), item_SC, 0.5))
 
@@ -144,10 +142,8 @@ def test_dropout_is_active_in_training_only(name: str) -> None:
     encoder: nn.Module = Hstu(D, HEADS, 1, MAX_HISTORY, times=False, dropout=0.5)
     if name == "sasrec":
         encoder = SasRec(D, HEADS, 1, dropout=0.5)
-    module, sequences = (
-        NextItem(encoder, ITEMS, D, MAX_HISTORY, dropout=0.5).double(),
-        build_history_sequences(LENGTHS),
-    )
+    module = NextItem(encoder, ITEMS, D, MAX_HISTORY, dropout=0.5).double()
+    sequences = build_history_sequences(LENGTHS)
     init_parameters(module, seed=3)
     torch.manual_seed(0)
     assert not torch.equal(module(random_items(), sequences), module(random_items(), sequences))

@@ -47,10 +47,10 @@ def test_best_returns_the_items_with_the_largest_dot_products() -> None:
 
 def test_decode_is_the_inverse_of_encode() -> None:
     index, _, _ = make_index()
-    again = decode(encode(index))
-    assert (again.schema, again.version) == (index.schema, "1-7")
-    np.testing.assert_array_equal(again.id_I, index.id_I)
-    np.testing.assert_array_equal(again.vector_ID, index.vector_ID)
+    decoded = decode(encode(index))
+    assert (decoded.schema, decoded.version) == (index.schema, "1-7")
+    np.testing.assert_array_equal(decoded.id_I, index.id_I)
+    np.testing.assert_array_equal(decoded.vector_ID, index.vector_ID)
 
 
 def test_merged_prefers_the_newer_index_of_the_same_version() -> None:

@@ -17,7 +17,7 @@ ITEMS = torch.tensor([7, 3, 7, 5, 3, 7])
 
 def test_with_counts_of_the_batch_it_is_the_softmax_over_distinct_items() -> None:
     of_item, positive = randn(2, 3), torch.tensor([0, 4])
-    place = torch.tensor([0, 1, 0, 2, 1, 0])  # of 7, 3, 5
+    place = torch.tensor([0, 1, 0, 2, 1, 0])  # index of each entry among the distinct items 7, 3, 5
     for uniform in (0.0, 3.0):
         got = sampled_softmax(of_item[:, place], positive, *log_expected(ITEMS, None, uniform))
         torch.testing.assert_close(got, -torch.log_softmax(of_item, dim=1)[torch.arange(2), place[positive]])
