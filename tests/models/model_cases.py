@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_schema(case: str, labels: int = 2) -> Schema:
+    """Build the schema of an entry of `CASES`, with the first `labels` labels."""
     return schema_from_dict({**CASES[case], "label": LABELS[:labels]})
 
 

@@ -120,6 +120,8 @@ class ShownList(NamedTuple):
 
 
 class Engagement(NamedTuple):
+    """An action of a user on an item of a shown list."""
+
     shown_list: ShownList
     item: int
     action: str

@@ -146,6 +146,7 @@ def test_a_commit_with_an_incomplete_part_is_rejected() -> None:
 
 
 def model_with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
+    """Build a model with a linear submodule at the path `part`, whose weight is `slope`."""
     model = nn.ModuleDict({"deep": nn.Linear(3, 1)})
     outer, _, inner = part.rpartition(".")
     submodule = nn.ModuleDict({inner: nn.Linear(1, 1, bias=False)})

@@ -17,12 +17,14 @@ ORDER = plan(FILES, SPEC, 4)
 
 
 def make_leases(*splits: int, worker: int = 0) -> Leases:
+    """Build leases where the worker waits for these splits, each at position 10 · number."""
     leases = Leases()
     leases.set_wanted(worker, [(number, 10 * number) for number in splits])
     return leases
 
 
 def split(lease: Lease | None) -> int:
+    """Return the number of the leased split, or -1 without a lease."""
     return -1 if lease is None else lease.split
 
 

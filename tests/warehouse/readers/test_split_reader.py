@@ -27,6 +27,7 @@ def make_reader(max_pieces: int = 4, table: MemoryTable | None = None, **limits:
 
 
 def lease(split: int, position: int = -1, grant: int = 0) -> Lease:
+    """Build a lease. By default it starts with the split's file of 8 rows, and its grant is 100 + `split`."""
     return Lease(split, 8 * (split // 2) if position < 0 else position, grant or 100 + split, "r")
 
 
@@ -101,6 +102,8 @@ def test_a_request_without_the_current_lease_is_rejected() -> None:
 
 
 class UnreadableRows(LocalSessionRows):
+    """Rows that cannot be read: split 0 is damaged, and all other splits are unavailable."""
+
     def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:
         raise (UnavailableError if split.number else CheckpointError)(f"file {split.path}")
 

@@ -35,6 +35,7 @@ class FakeCpuClock:
 
 
 def capture_session() -> tuple[MemoryTable, list[CapturedRead]]:
+    """Read a whole session; return its table and the captured reads."""
     table = table_of(samples.records(list(range(1, 31))))
     session = table.session(shuffle_seed=None)
     local = LocalSessionRows(session, table)
@@ -98,6 +99,8 @@ def test_a_reader_slowed_by_a_share_takes_that_share_longer() -> None:
     clock = FakeCpuClock()
 
     class CostlyTable(MemoryTable):
+        """A table in which each read takes 10 ms of CPU time."""
+
         def batch(self, path: str, start: int, end: int):  # type: ignore[no-untyped-def]
             clock.now_s += 0.01
             return super().batch(path, start, end)
