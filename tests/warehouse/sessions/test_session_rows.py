@@ -31,9 +31,20 @@ def test_every_row_is_read_once_a_row_group_at_a_time() -> None:
     assert all(end - start <= 4 and start % 4 == 0 for _, start, end in table.reads)
 
 
-def test_a_duplicate_sample_is_read_once_whatever_files_hold_its_copies() -> None:
-    again = samples.records([1, 3, 5, 7, 9, 11, 2, 4, 3, 6, 9, 1, 13])
-    assert sorted(read(table_of(again, rows_of_file=3, seed=4))) == [1, 2, 3, 4, 5, 6, 7, 9, 11, 13]
+def test_a_duplicate_sample_is_read_once_even_if_copies_are_in_several_files() -> None:
+    records_with_copies = samples.records([1, 3, 5, 7, 9, 11, 2, 4, 3, 6, 9, 1, 13])
+    assert sorted(read(table_of(records_with_copies, rows_of_file=3, seed=4))) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        9,
+        11,
+        13,
+    ]
 
 
 def test_a_later_session_reads_only_new_rows_of_a_file_that_a_seal_merged() -> None:
