@@ -46,7 +46,7 @@ from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.warehouse import Warehouse
 from tests.e2e.loop_stack import applied, auditor, newest, wait_until
 from tests.trainer import samples
-from tests.warehouse.archive_runs import rows_at
+from tests.warehouse.archive_runs import count_rows
 
 KILLS, MAX_S = int(os.environ.get("INITIAL_KILLS", "100")), float(os.environ.get("INITIAL_KILLS_S", "900"))
 WORKERS = int(os.environ.get("INITIAL_KILLS_WORKERS", "2"))
@@ -271,7 +271,7 @@ def check_accounts(stack: Stack, count: int) -> None:
     wait_until(
         "everything is archived", lambda: sum(file.rows for file in files_of(warehouse_path)) >= count, 60
     )
-    ids = Counter(id_ for _, _, id_ in rows_at(warehouse_path).elements())
+    ids = Counter(id_ for _, _, id_ in count_rows(warehouse_path).elements())
     assert ids == Counter(number_of(n) for n in range(count))
 
 

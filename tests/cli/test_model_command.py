@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from roostream.cli.main import cli
 from roostream.schema.registry import to_toml
-from tests.models.custom.test_loading import written
+from tests.models.custom.test_loading import write_model
 from tests.models.custom.test_model_checks import CODE
 from tests.models.model_cases import make_schema
 
@@ -22,14 +22,14 @@ def schema(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("file", ["model.toml", "shop.py", "shop.py:build"])
 def test_a_valid_model_is_reported_with_its_cost_per_request(tmp_path: Path, schema: str, file: str) -> None:
-    written(tmp_path, CODE)
+    write_model(tmp_path, CODE)
     result = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
     assert result.exit_code == 0, result.output
     assert result.output.count("ok ") == 9 and "µs for a request of 20 candidates" in result.output
 
 
 def test_a_broken_rule_is_reported_with_exit_code_2(tmp_path: Path, schema: str) -> None:
-    path = written(tmp_path, CODE.replace("return z_BT", "return z_BT - z_BT.mean()"))
+    path = write_model(tmp_path, CODE.replace("return z_BT", "return z_BT - z_BT.mean()"))
     result = CliRunner().invoke(cli, ["check-model", path, "--schema", schema])
     assert (
         result.exit_code == 2

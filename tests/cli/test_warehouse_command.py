@@ -12,14 +12,14 @@ from roostream.cli.main import inspect
 from roostream.errors import CheckpointError
 from roostream.warehouse.version_pins import VersionPin, pin_version
 from roostream.warehouse.warehouse import Warehouse
-from tests.warehouse.archive_runs import an_archiver, topic
+from tests.warehouse.archive_runs import make_archiver, make_topic_records
 from tests.warehouse.sample_cases import rich_schema
 
 
 @pytest.fixture(scope="module")
 def warehouse(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("warehouse")
-    archiver, _, _ = an_archiver(folder, topic(rich_schema(), 20))
+    archiver, _, _ = make_archiver(folder, make_topic_records(rich_schema(), 20))
     archiver.open()
     archiver.turn(0.0)
     archiver.flush()

@@ -1,4 +1,4 @@
-"""What holds for every test of models."""
+"""Fixtures shared by all tests of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums in one order."""
+    """Run torch on one thread, so that sums are always added in the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,5 @@
-"""Small models of every kind, and of what a ranker can be put together from; of the schema "everything"."""
+"""Configurations of small models for the schema "everything": every kind, and every optional part of a
+ranker."""
 
 from __future__ import annotations
 

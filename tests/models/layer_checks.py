@@ -1,4 +1,4 @@
-"""Layers in float64, off their initial values, and their gradients."""
+"""Helpers for tests of single layers in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from roostream.models.layers import init_parameters
 
 
-def built(module: nn.Module) -> nn.Module:
+def build_float64(module: nn.Module) -> nn.Module:
+    """Initialize the module, move every parameter off its initial value and convert it to float64."""
     init_parameters(module, seed=2)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -21,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_gradients(module: nn.Module, call, *inputs: Tensor) -> None:  # type: ignore[no-untyped-def]
-    """Of inputs and parameters."""
+    """Check the gradients of the inputs and of all parameters against finite differences."""
     parameters = tuple(module.parameters())
     leaves = tuple(x.requires_grad_() for x in inputs)
     assert torch.autograd.gradcheck(lambda *_: call(*leaves), (*leaves, *parameters))

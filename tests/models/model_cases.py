@@ -1,4 +1,4 @@
-"""Schemas of every shape, and random batches of any schema."""
+"""Example schemas for tests of models, and random batches for any schema."""
 
 from __future__ import annotations
 
@@ -60,11 +60,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_schema(case: str, labels: int = 2) -> Schema:
+    """Build the schema of an entry of `CASES`, with the first `labels` labels."""
     return schema_from_dict({**CASES[case], "label": LABELS[:labels]})
 
 
 def make_batch(schema: Schema, counts: list[int], seed: int = 0, *, longest: int = 7) -> Batch:
-    """A request for each of `counts`, with that many candidates; some floats and lists are missing."""
+    """Build a random batch with one request of n candidates for each n in `counts`.
+
+    Some floats and lists are missing. `longest` limits the lists of the request.
+    """
     rng = np.random.default_rng(seed)
     r, b, t = len(counts), sum(counts), len(schema.labels)
     ro_float, ro_present = _floats(schema, "ro", r, rng)
@@ -99,7 +103,7 @@ def make_batch(schema: Schema, counts: list[int], seed: int = 0, *, longest: int
 
 
 def make_rows(schema: Schema, lookup: Lookup, scale: float = 0.5) -> dict[str, np.ndarray]:
-    """Rows that depend on (table, id) only, so that a request finds the same ones in any batch."""
+    """Build embedding rows that depend on (table, id) only, so a request gets the same rows in any batch."""
     out = {}
     for stack, part in lookup.stacks.items():
         dim = schema.stacks[stack][0].dim

@@ -1,5 +1,5 @@
-"""What every kind of model is held against: the same learning on requests and on impressions, and requests as
-they are served."""
+"""Checks that every kind of model must pass: equal gradients on requests and on impressions (guarantee G10),
+and equal scores in training and in serving (guarantee G9, see docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,9 @@ from roostream.wire.records import Record
 from tests.models.model_cases import NOW_MS, make_rows
 from trainer.dense_part.adam import DenseAdam
 
-COUNTS = [
-    3,
-    1,
-    0,
-    11,
-    17,
-    2,
-    40,
-    1,
-]  # three groups of candidate_groups.py, and requests with one candidate and none
+# Candidates of each request. They fall into three padding groups of candidate_groups.py; some requests have
+# one candidate or none.
+COUNTS = [3, 1, 0, 11, 17, 2, 40, 1]
 SMALL = RankerConfig(
     request_layers=(8,),
     history_width=4,
@@ -47,7 +40,7 @@ SMALL = RankerConfig(
 
 
 def trained_model(schema: Schema, config: ModelConfig = SMALL) -> Model:
-    """Weights moved off their initial values, so that every part has a say."""
+    """Build a model and move its weights off their initial values, so that every part affects the output."""
     model = build_model(schema, config, seed=1)
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
@@ -55,7 +48,7 @@ def trained_model(schema: Schema, config: ModelConfig = SMALL) -> Model:
     return model
 
 
-def optimizer_of(model: Model) -> DenseAdam:
+def make_optimizer(model: Model) -> DenseAdam:
     linear = [part for part in model.modules() if isinstance(part, LinearPart)]
     return DenseAdam(model.named_parameters(), learning_rate=0.1, linear=linear)
 
@@ -66,10 +59,11 @@ def score(model: Model, batch: Batch) -> torch.Tensor:
         return model(build_inputs(batch, lookup, make_rows(batch.schema, lookup)))
 
 
-def learn(
+def loss_and_gradients(
     model: Model, batch: Batch
 ) -> tuple[float, dict[str, torch.Tensor], dict[tuple[int, int], np.ndarray]]:
-    """Loss, gradients of dense parameters, and of rows by (table, id)."""
+    """Compute the loss, the gradients of dense parameters by name, and the gradients of rows by (table,
+    id)."""
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=True)
     model.zero_grad()
@@ -80,29 +74,30 @@ def learn(
     rows = {}
     for stack, part in lookup.stacks.items():
         gradient_UD = inputs.rows[stack].grad
-        if gradient_UD is not None:  # None: no part of this model looks at the stack
+        if gradient_UD is not None:  # None: no part of this model reads the stack
             keys = zip(part.table_U.tolist(), part.id_U.tolist(), strict=True)
             rows |= {key: gradient_UD[i].numpy() for i, key in enumerate(keys)}
     return float(value.detach()), dense, rows
 
 
-def assert_same_learning(model: Model, batch: Batch, twin: Batch) -> None:
-    (value, dense, rows), (value2, dense2, rows2) = learn(model, batch), learn(model, twin)
+def assert_same_gradients(model: Model, batch: Batch, expanded: Batch) -> None:
+    (value, dense, rows), (value2, dense2, rows2) = (
+        loss_and_gradients(model, batch),
+        loss_and_gradients(model, expanded),
+    )
     assert value2 == pytest.approx(value, rel=1e-5)
     assert dense.keys() == dense2.keys() and rows.keys() >= rows2.keys()
     for name in dense:
         torch.testing.assert_close(
             dense2[name], dense[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
         )
-    for (
-        key,
-        gradient_D,
-    ) in rows.items():  # rows of requests without candidates have no impression, and no gradient
+    for key, gradient_D in rows.items():
+        # Rows of requests without candidates occur in no impression; their gradient is zero.
         np.testing.assert_allclose(rows2.get(key, 0 * gradient_D), gradient_D, rtol=1e-4, atol=1e-6)
 
 
-def as_served(schema: Schema, n: int, seed: int) -> tuple[bytes, bytes, np.ndarray]:
-    """RO block, NRO block and items of a request of the schema "everything"."""
+def make_request_blocks(schema: Schema, n: int, seed: int) -> tuple[bytes, bytes, np.ndarray]:
+    """Encode a random request of the schema "everything": its RO block, its NRO block and its items."""
     rng = np.random.default_rng(seed)
     h = int(rng.integers(0, 9))
     ro = encode_ro(
@@ -123,7 +118,7 @@ def as_served(schema: Schema, n: int, seed: int) -> tuple[bytes, bytes, np.ndarr
     return ro, nro, item_n
 
 
-def as_sample(schema: Schema, ro: bytes, nro: bytes, item_n: np.ndarray, at: int = 0) -> Record:
+def make_sample_record(schema: Schema, ro: bytes, nro: bytes, item_n: np.ndarray, at: int = 0) -> Record:
     n = len(item_n)
     sample = pb.Sample(
         header=pb.Header(request_id=f"r{at}", user_id=7, time_ms=NOW_MS, schema=schema.fingerprint),
@@ -138,7 +133,7 @@ def as_sample(schema: Schema, ro: bytes, nro: bytes, item_n: np.ndarray, at: int
 
 
 def assert_row_gradients(model: Model, batch: Batch) -> None:
-    """Of the model in float64, for every row."""
+    """Check the gradients of all embedding rows against finite differences, with the model in float64."""
     model = model.double()
     lookup = build_lookup(batch)
     single = build_inputs(batch, lookup, make_rows(batch.schema, lookup))
@@ -157,10 +152,11 @@ def assert_row_gradients(model: Model, batch: Batch) -> None:
 
 
 def assert_same_bits_as_served(schema: Schema, config: ModelConfig, n: int) -> None:
-    """Of a request with n candidates, trained and, of another model with the same weights, served."""
+    """Check that a request of n candidates gets the same logits in training and, from a second model with the
+    same weights, in serving, bit for bit."""
     trained = trained_model(schema, config)
-    ro, nro, item_n = as_served(schema, n, seed=n)
-    batch, _ = Decoder(schema, lambda _: schema).decode([as_sample(schema, ro, nro, item_n)])
+    ro, nro, item_n = make_request_blocks(schema, n, seed=n)
+    batch, _ = Decoder(schema, lambda _: schema).decode([make_sample_record(schema, ro, nro, item_n)])
     lookup = build_lookup(batch)
     in_training = trained(build_inputs(batch, lookup, make_rows(schema, lookup), train=True))
     assert in_training.requires_grad
@@ -176,11 +172,11 @@ def assert_same_bits_as_served(schema: Schema, config: ModelConfig, n: int) -> N
 
 
 def assert_same_in_any_batch(schema: Schema, model: Model) -> None:
-    """To 1e-5, in any order."""
-    requests = [as_served(schema, n, seed=n) for n in (1, 5, 0, 40, 17, 3)]
+    """Check that a request scores the same to 1e-5, alone or in a batch of other requests in any order."""
+    requests = [make_request_blocks(schema, n, seed=n) for n in (1, 5, 0, 40, 17, 3)]
     decoder = Decoder(schema, lambda _: schema)
     alone = [score(model, decoder.decode_request(*r, NOW_MS)) for r in requests]
     for order in (range(6), [5, 3, 4, 0, 2, 1], [3, 3, 1]):
-        records = [as_sample(schema, *requests[i], at) for at, i in enumerate(order)]
+        records = [make_sample_record(schema, *requests[i], at) for at, i in enumerate(order)]
         together = score(model, decoder.decode(records)[0])
         torch.testing.assert_close(together, torch.cat([alone[i] for i in order]), rtol=0, atol=1e-5)

@@ -1,5 +1,5 @@
-"""A tape gives what the modules give, to 1e-5, for every schema and setting that it knows; the rest goes
-through its modules."""
+"""The compiled scorer returns the logits of the torch modules to 1e-5 (guarantee G9, docs/architecture.md),
+for every schema and setting that it supports. Torch scores all other models."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(batch: Batch) -> tuple[Batch, Lookup, Rows]:
+def scorer_arguments(batch: Batch) -> tuple[Batch, Lookup, Rows]:
     lookup = build_lookup(batch)
     return batch, lookup, make_rows(batch.schema, lookup)
 
 
 def torch_forward(model: Model, batch: Batch) -> np.ndarray:
     with torch.inference_mode():
-        logits_BT: np.ndarray = model(build_inputs(*asked(batch))).numpy()
+        logits_BT: np.ndarray = model(build_inputs(*scorer_arguments(batch))).numpy()
     return logits_BT
 
 
@@ -66,7 +66,7 @@ def test_g9_compiled_logits_equal_torch_for_every_schema(case: str, counts: list
     model = trained_model(schema).eval().requires_grad_(False)
     run, batch = build_scorer(model, schema), make_batch(schema, counts, seed=len(counts))
     assert isinstance(run, CompiledScorer)
-    np.testing.assert_allclose(run(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(*scorer_arguments(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=list(SETTINGS))
@@ -76,8 +76,8 @@ def test_g9_compiled_logits_equal_torch_for_every_setting(changes: dict[str, Any
     run, batch = build_scorer(model, schema), make_batch(schema, [7, 33, 0, 1], seed=3)
     assert isinstance(run, CompiledScorer)
     expected = torch_forward(model, batch)
-    assert np.ptp(expected) > 0.01, "weights that have a say"
-    np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+    assert np.ptp(expected) > 0.01, "the weights must affect the scores"
+    np.testing.assert_allclose(run(*scorer_arguments(batch)), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ro", [[], [{"name": "hour"}]], ids=["candidate only", "with a request side"])
@@ -89,8 +89,8 @@ def test_g9_the_first_order_is_compiled(ro: list[dict[str, str]]) -> None:
     batch = make_batch(schema, [7, 1, 4], seed=3)
     assert isinstance(run, CompiledScorer)
     expected = torch_forward(model, batch)
-    assert np.ptp(expected) > 0.5, "an untrained model has an order"
-    np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+    assert np.ptp(expected) > 0.5, "an untrained model must already order the candidates"
+    np.testing.assert_allclose(run(*scorer_arguments(batch)), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -102,19 +102,21 @@ def test_g9_rates_are_scaled_alike(scaled: bool) -> None:
     run, batch = build_scorer(model, schema), make_batch(schema, [7, 1, 4], seed=3)
     assert isinstance(run, CompiledScorer)
     expected = torch_forward(model, batch)
-    np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(*scorer_arguments(batch)), expected, rtol=0, atol=1e-5)
     assert isinstance(model, Ranker)
     model.scale_rates = None
-    assert (abs(torch_forward(model, batch) - expected).max() > 0.01) == scaled, "the scale has a say"
+    assert (abs(torch_forward(model, batch) - expected).max() > 0.01) == scaled, (
+        "the scale must affect the scores"
+    )
 
 
 def test_a_request_has_the_same_bits_in_any_batch() -> None:
     schema = make_schema("everything")
     run = build_scorer(trained_model(schema), schema)
     batch = make_batch(schema, COUNTS, seed=5)
-    together, first = run(*asked(batch)), 0
+    together, first = run(*scorer_arguments(batch)), 0
     for r, count in enumerate(COUNTS):
-        alone = run(*asked(batch.take_requests(np.array([r]))))
+        alone = run(*scorer_arguments(batch.take_requests(np.array([r]))))
         assert alone.tobytes() == together[first : first + count].tobytes()
         first += count
 
@@ -124,7 +126,7 @@ def test_long_lists_are_attended_to_completely() -> None:
     model = trained_model(schema).eval().requires_grad_(False)
     batch = make_batch(schema, [150], seed=1, longest=90)
     np.testing.assert_allclose(
-        build_scorer(model, schema)(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5
+        build_scorer(model, schema)(*scorer_arguments(batch)), torch_forward(model, batch), rtol=0, atol=1e-5
     )
 
 
@@ -134,7 +136,7 @@ def test_non_finite_weights_give_non_finite_scores() -> None:
         model = trained_model(schema)
         with torch.no_grad():
             model.get_parameter("dense.layers.0.weight").fill_(value)
-        assert not np.isfinite(build_scorer(model, schema)(*asked(make_batch(schema, [4])))).all()
+        assert not np.isfinite(build_scorer(model, schema)(*scorer_arguments(make_batch(schema, [4])))).all()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_other_models_are_scored_by_torch(config: Any) -> None:
     model = build_model(schema, config, 1).eval().requires_grad_(False)
     run, batch = build_scorer(model, schema), make_batch(schema, [3, 2])
     assert not isinstance(run, CompiledScorer)
-    assert run(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
+    assert run(*scorer_arguments(batch)).tobytes() == torch_forward(model, batch).tobytes()
 
 
 def test_the_ranker_of_a_cascade_is_compiled() -> None:
@@ -162,7 +164,7 @@ def test_the_ranker_of_a_cascade_is_compiled() -> None:
     model = build_model(schema, CascadeConfig(), 1).eval().requires_grad_(False)
     run, batch = build_scorer(model, schema), make_batch(schema, [3, 2])
     assert isinstance(run, CompiledScorer)
-    np.testing.assert_allclose(run(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(*scorer_arguments(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
 
 
 def test_a_subclass_of_the_ranker_is_scored_by_torch(
@@ -177,21 +179,24 @@ def test_a_subclass_of_the_ranker_is_scored_by_torch(
         "Mine", (type(model),), {"forward": lambda self, inputs: inputs.nro_float_BG[:, :2]}
     )
     batch = make_batch(schema, [3])
-    assert build_scorer(model, schema)(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
+    assert (
+        build_scorer(model, schema)(*scorer_arguments(batch)).tobytes()
+        == torch_forward(model, batch).tobytes()
+    )
 
 
 def test_precompile_covers_every_model() -> None:
     forward.precompile()
-    laying = (
+    input_kernels = (
         interpreter.allocate,
         interpreter.write_rows,
         interpreter.write_pooled_lists,
         interpreter.write_time_buckets,
         interpreter.write_floats,
     )
-    kernels = (interpreter.run_tape, *laying)
+    kernels = (interpreter.run_tape, *input_kernels)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     for case in CASES:
         schema = make_schema(case)
-        build_scorer(trained_model(schema), schema)(*asked(make_batch(schema, COUNTS)))
+        build_scorer(trained_model(schema), schema)(*scorer_arguments(make_batch(schema, COUNTS)))
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before

@@ -1,4 +1,5 @@
-"""Kinds "dlrm" and "dcn" against TorchRec's modules and collections, run on impressions with ids."""
+"""Model kinds "dlrm" and "dcn" equal TorchRec's DLRM and DLRM_DCN, which run on impressions with plain
+ids."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ from roostream.schema.schema_file import load_schema, schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.models.model_cases import CASES, LABELS, inputs_of, make_batch, make_schema
-from tests.models.model_checks import COUNTS, as_sample, learn, optimizer_of, score, trained_model
+from tests.models.model_checks import (
+    COUNTS,
+    loss_and_gradients,
+    make_optimizer,
+    make_sample_record,
+    score,
+    trained_model,
+)
 from trainer.dense_part import dense_checkpoint
 
 SMALL: dict[str, Any] = {"dense_arch_layer_sizes": (6, 4), "over_arch_layer_sizes": (7, 5, 2)}
@@ -34,9 +42,9 @@ CONFIGS = {"dlrm": DlrmConfig(**SMALL), "dcn": DcnConfig(**SMALL, dcn_num_layers
 NUM_IDS = 40
 
 
-def one_width(*more: dict[str, Any]) -> Schema:
-    """The schema "everything" with tables of one width, without features of the list. `more`: features of
-    candidates before those that it has."""
+def same_width_schema(*more: dict[str, Any]) -> Schema:
+    """Build the schema "everything" with tables of one width and without transforms over the list. `more`:
+    candidate features that are put first."""
     raw = CASES["everything"]
     tables = {name: {**table, "dim": 4} for name, table in raw["tables"].items()}
     nro = [*more, *raw["nro"]]
@@ -44,8 +52,8 @@ def one_width(*more: dict[str, Any]) -> Schema:
 
 
 class Impressions:
-    """The impressions of a batch as TorchRec's users have them: floats, a KeyedJaggedTensor of ids, and a
-    collection of one weight for each id. A mean is a sum with weights of 1 / length."""
+    """The impressions of a batch in TorchRec's form: floats, a KeyedJaggedTensor of ids, and a collection
+    with a row for each id. Mean pooling is a sum with weights of 1 / length."""
 
     def __init__(self, model: Dlrm, batch: Batch) -> None:
         self.batch = batch.expand()
@@ -97,33 +105,33 @@ class Impressions:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_outputs_and_gradients_equal_torchrecs_module_on_impressions(kind: str) -> None:
-    schema = one_width()
+    schema = same_width_schema()
     config = dataclasses.replace(CONFIGS[kind], linear=False)
     model, batch = trained_model(schema, config), make_batch(schema, COUNTS, seed=2)
     assert isinstance(model, Dlrm)
     impressions = Impressions(model, batch)
     floats_BG = impressions.floats()
     sizes = [list(SMALL[f"{part}_arch_layer_sizes"]) for part in ("dense", "over")]
-    theirs = (
+    torchrec_model = (
         DLRM(impressions.collection, floats_BG.shape[1], *sizes)
         if kind == "dlrm"
         else DLRM_DCN(
             impressions.collection, floats_BG.shape[1], *sizes, dcn_num_layers=3, dcn_low_rank_dim=2
         )
     )
-    missing, unexpected = theirs.load_state_dict(model.dlrm.state_dict(), strict=False)
+    missing, unexpected = torchrec_model.load_state_dict(model.dlrm.state_dict(), strict=False)
     assert not unexpected and all("embedding_bags" in name for name in missing)
 
-    logits_BT = theirs(floats_BG, impressions.kjt)
+    logits_BT = torchrec_model(floats_BG, impressions.kjt)
     torch.testing.assert_close(score(model, batch), logits_BT.detach(), rtol=1e-5, atol=1e-6)
 
     label_BT, weight_BT = torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT)
     each_BT = F.binary_cross_entropy_with_logits(logits_BT, label_BT, reduction="none")
     expected = ((each_BT * weight_BT).sum(dim=0) / weight_BT.sum(dim=0)).sum()
     expected.backward()
-    value, dense, rows = learn(model, batch)
+    value, dense, rows = loss_and_gradients(model, batch)
     assert value == pytest.approx(float(expected.detach()), rel=1e-5)
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in torchrec_model.named_parameters():
         if "embedding_bags" not in name:
             torch.testing.assert_close(dense[f"dlrm.{name}"], parameter.grad, rtol=1e-4, atol=1e-6)
     total: dict[int, np.ndarray] = {}
@@ -137,7 +145,7 @@ def test_outputs_and_gradients_equal_torchrecs_module_on_impressions(kind: str) 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_kind_passes_every_check_of_a_custom_model(kind: str) -> None:
-    assert [verdict for verdict in check_model(one_width(), CONFIGS[kind]) if verdict.wrong] == []
+    assert [verdict for verdict in check_model(same_width_schema(), CONFIGS[kind]) if verdict.wrong] == []
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -145,14 +153,16 @@ def test_the_defaults_learn_every_dense_parameter_of_shipped_schemas(kind: str) 
     config = type(CONFIGS[kind])()
     for path in (Path(__file__).parents[2] / "roostream" / "replay" / "schemas").glob("*.toml"):
         schema = load_schema(path)
-        _, dense, _ = learn(trained_model(schema, config), make_batch(schema, [5, 1, 0, 20], seed=1))
+        _, dense, _ = loss_and_gradients(
+            trained_model(schema, config), make_batch(schema, [5, 1, 0, 20], seed=1)
+        )
         assert dense.keys() == dict(build_model(schema, config, 0).named_parameters()).keys()
         assert all(torch.isfinite(gradient).all() for gradient in dense.values())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_linear_part_is_mixed_with_the_network_by_its_share(kind: str) -> None:
-    schema = one_width()
+    schema = same_width_schema()
     model, batch = trained_model(schema, CONFIGS[kind]), make_batch(schema, COUNTS, seed=2)
     assert isinstance(model, Dlrm) and model.linear is not None
     both_BT, inputs = score(model, batch), inputs_of(batch)
@@ -166,7 +176,7 @@ def test_the_linear_part_is_mixed_with_the_network_by_its_share(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_untrained_each_task_predicts_its_prior(kind: str) -> None:
+def test_each_task_of_an_untrained_model_predicts_its_prior(kind: str) -> None:
     labels = [{**LABELS[0], "prior": 0.25}, LABELS[1]]
     schema = schema_from_dict({**CASES["candidate only"], "label": labels})
     model = build_model(schema, dataclasses.replace(CONFIGS[kind], prior=0.03), seed=4)
@@ -174,7 +184,7 @@ def test_untrained_each_task_predicts_its_prior(kind: str) -> None:
     torch.testing.assert_close(score_BT, torch.tensor([[0.25, 0.03]]).expand(5, 2))
 
 
-def test_untrained_the_model_orders_by_click_rate_as_the_ranker_does() -> None:
+def test_an_untrained_model_orders_by_click_rate_as_the_ranker_does() -> None:
     schema = load_schema(Path(__file__).parents[2] / "roostream" / "replay" / "schemas" / "demo.toml")
     column = rate_rank(schema, schema.labels[0].action)
     assert column is not None
@@ -224,29 +234,30 @@ def test_schemas_that_do_not_fit_are_rejected(case: str, settings: dict[str, Any
 )
 def test_layers_that_do_not_fit_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_model(one_width(), DlrmConfig(**settings), 0)
+        build_model(same_width_schema(), DlrmConfig(**settings), 0)
 
 
 def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)
     monkeypatch.delitem(sys.modules, "roostream.models.dlrm", raising=False)
     with pytest.raises(ConfigError, match=r"kind = 'dcn': expected TorchRec, .* 'roostream\[torchrec\]'"):
-        build_model(one_width(), DcnConfig(), 0)
+        build_model(same_width_schema(), DcnConfig(), 0)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_float_more_changes_no_score_until_it_is_trained(kind: str) -> None:
-    """Weights over pairs of lists start again when the lists change; floats are no part of them."""
-    before, now = one_width(), one_width({"name": "price"})
+def test_an_added_float_changes_no_score_until_it_is_trained(kind: str) -> None:
+    """Weights over pairs of lists are reset when the lists change. Adding a float feature resets none of
+    them."""
+    before, now = same_width_schema(), same_width_schema({"name": "price"})
     known = {s.fingerprint: s for s in (before, now)}
     request = example_request(now, 5, 1, known="all")
-    records = [as_sample(now, request.ro, request.nro, request.item_n)]
+    records = [make_sample_record(now, request.ro, request.nro, request.item_n)]
     first, second = (Decoder(s, known.get).decode(records)[0] for s in (before, now))
     model, after = trained_model(before, CONFIGS[kind]), build_model(now, CONFIGS[kind], seed=2)
     dense_checkpoint.restore(
-        dense_checkpoint.snapshot(model, optimizer_of(model)),
+        dense_checkpoint.snapshot(model, make_optimizer(model)),
         after,
-        optimizer_of(after),
+        make_optimizer(after),
         same_schema=False,
         fresh=dense_checkpoint.weights_of_inputs(now, CONFIGS[kind], ["nro floats"]),
     )

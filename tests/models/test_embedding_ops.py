@@ -1,4 +1,4 @@
-"""Rows by their numbers, and the sums of their gradients."""
+"""Gathering and pooling of embedding rows by index, and the gradients of the rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_learned_tables_get_gradients() -> None:
     gather_rows([(fixed, INDEX), (learned, INDEX)]).sum().backward()
     assert fixed.grad is None and learned.grad is not None
     assert learned.grad.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3, [3.0] * 3], (
-        "a row's is the sum over who looked at it"
+        "the gradient of a row is the sum over all its uses"
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches as tensors."""
+"""`build_inputs` turns a batch and its rows into the tensors that models read."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def test_pooling_is_the_mean_or_the_sum_weighted_by_asinh(case: str) -> None:
             offsets, index = jagged.offsets_of(f.name), lookup.stacks[stack].index[f.name]
             weights = jagged.weights_of(f.name)
             for n in range(jagged.num_rows):
-                mine = rows[stack][index[offsets[n] : offsets[n + 1]]]
+                rows_of_list = rows[stack][index[offsets[n] : offsets[n + 1]]]
                 if f.kind == "weighted_ids" and weights is not None:
-                    expected = (mine * np.arcsinh(weights[offsets[n] : offsets[n + 1], None])).sum(axis=0)
+                    expected = (rows_of_list * np.arcsinh(weights[offsets[n] : offsets[n + 1], None])).sum(
+                        axis=0
+                    )
                 else:
-                    expected = mine.sum(axis=0) / max(len(mine), 1)
+                    expected = rows_of_list.sum(axis=0) / max(len(rows_of_list), 1)
                 np.testing.assert_allclose(pooled[f.name][n], expected, atol=1e-6)
 
 
@@ -88,7 +90,7 @@ def test_gradients_of_rows_are_compact() -> None:
     )
 
 
-def test_a_sequence_is_jagged_and_its_squares_have_the_same_entries() -> None:
+def test_a_sequence_is_jagged_and_its_padded_form_has_the_same_entries() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [2, 0, 3, 1])
     lookup = build_lookup(batch)
@@ -117,7 +119,8 @@ def test_time_buckets_equal_the_formula() -> None:
     seconds = np.array([0, 1, 2, 10, 59, 3600, 86_400, 10**7], dtype=np.int64)
     expected = [math.floor(math.log(max(s, 1)) / 0.301) for s in seconds.tolist()]
     assert time_buckets(seconds * 1000).tolist() == expected
-    assert time_buckets(-seconds * 1000).tolist() == expected  # a clock that ran ahead is no error
+    # An event may be later than its request if a clock ran ahead.
+    assert time_buckets(-seconds * 1000).tolist() == expected
     steps = time_buckets(np.arange(0, 10_000_000, 1000))
     assert (np.diff(steps) >= 0).all()
     assert time_buckets(np.array([2**63 - 1])).tolist() == [122]

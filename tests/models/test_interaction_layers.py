@@ -1,4 +1,4 @@
-"""DCNv2 and DHEN against their formulas, and their gradients in float64."""
+"""DCNv2 and DHEN equal their formulas. Gradients are checked in float64."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from roostream.models.interaction_layers import CrossNet, CrossTokens, Dhen, DotProducts, MixTokens
-from tests.models.layer_checks import assert_gradients, built, randn
+from tests.models.layer_checks import assert_gradients, build_float64, randn
 
 NAMES = ("cross", "dot", "mix")
 
 
 @pytest.mark.parametrize("rank", [0, 2, 99])
 def test_cross_net_equals_dcnv2(rank: int) -> None:
-    net, x = built(CrossNet(5, 3, rank)), randn(4, 5)
+    net, x = build_float64(CrossNet(5, 3, rank)), randn(4, 5)
     assert isinstance(net, CrossNet)
     expected = x
     for i, layer in enumerate(net.layers):
@@ -28,7 +28,7 @@ def test_cross_net_equals_dcnv2(rank: int) -> None:
 
 
 def test_dhen_equals_its_formula() -> None:
-    net, x = built(Dhen(7, 2, NAMES, tokens=3, token_width=2, rank=2)), randn(5, 7)
+    net, x = build_float64(Dhen(7, 2, NAMES, tokens=3, token_width=2, rank=2)), randn(5, 7)
     assert isinstance(net, Dhen)
     below = net.tokens(x).view(5, 3, 2)
     for layer in net.layers:
@@ -56,5 +56,5 @@ def test_dhen_equals_its_formula() -> None:
     ids=lambda module: type(module).__name__,
 )
 def test_gradients_of_each_interaction(module: nn.Module) -> None:
-    net = built(module)
+    net = build_float64(module)
     assert_gradients(net, net, randn(4, 3, 2))

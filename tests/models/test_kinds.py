@@ -1,5 +1,5 @@
-"""Kinds of models, and what a ranker can be put together from: G9, G10, independence of requests and
-gradients of each."""
+"""Checks of every model kind and every optional part of a ranker: guarantees G9, G10 and G11
+(docs/architecture.md), independence of requests, and gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.models.model_checks import (
     COUNTS,
     assert_row_gradients,
     assert_same_bits_as_served,
+    assert_same_gradients,
     assert_same_in_any_batch,
-    assert_same_learning,
-    learn,
+    loss_and_gradients,
     score,
     trained_model,
 )
@@ -44,12 +44,11 @@ def test_g10_training_on_requests_equals_impressions_that_carry_their_list(name:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 1, 0, 6, 17], seed=3)
     config = CONFIGS[name]
-    if isinstance(
-        config, CascadeConfig
-    ):  # a list that is carried is more negatives: the towers are held by the test below
+    if isinstance(config, CascadeConfig):
+        # A repeated list gives the towers more negatives. The test without list context covers the towers.
         config = dataclasses.replace(config, retrieval_weight=0.0)
-    with_lists = not isinstance(config, TwoTowerConfig)  # the towers read nothing that the list adds
-    assert_same_learning(
+    with_lists = not isinstance(config, TwoTowerConfig)  # towers do not read the list
+    assert_same_gradients(
         trained_model(schema, config), batch, expand_with_context(batch) if with_lists else batch.expand()
     )
 
@@ -62,7 +61,7 @@ def test_g10_without_list_context_requests_equal_their_impressions(name: str) ->
         **{key: off for key, off in (("list_layers", 0), ("item_floats", ())) if hasattr(CONFIGS[name], key)},
     )
     batch = make_batch(schema, COUNTS, seed=2)
-    assert_same_learning(trained_model(schema, config), batch, batch.expand())
+    assert_same_gradients(trained_model(schema, config), batch, batch.expand())
 
 
 @pytest.mark.parametrize("counts", [[], [0], COUNTS], ids=str)
@@ -71,7 +70,7 @@ def test_every_batch_shape_scores_and_learns(name: str, counts: list[int]) -> No
     schema = make_schema("everything")
     model, batch = trained_model(schema, CONFIGS[name]), make_batch(schema, counts, seed=5)
     assert score(model, batch).shape == (sum(counts), 2)
-    value, dense, rows = learn(model, batch)
+    value, dense, rows = loss_and_gradients(model, batch)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in rows.values())
     if sum(counts) > 1:
         assert [
@@ -85,10 +84,11 @@ def test_every_batch_shape_scores_and_learns(name: str, counts: list[int]) -> No
 def test_g11_learning_is_deterministic(name: str) -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, COUNTS, seed=5)
-    torch.use_deterministic_algorithms(True)  # as in exact mode: raises at what has none
+    # As in exact mode. Torch raises on an operation without a deterministic implementation.
+    torch.use_deterministic_algorithms(True)
     try:
         (_, dense, rows), (_, dense2, rows2) = (
-            learn(trained_model(schema, CONFIGS[name]), batch) for _ in range(2)
+            loss_and_gradients(trained_model(schema, CONFIGS[name]), batch) for _ in range(2)
         )
     finally:
         torch.use_deterministic_algorithms(False)

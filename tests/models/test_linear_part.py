@@ -1,4 +1,5 @@
-"""The linear model sees floats, hinges of them, and the request's floats, so it can bend."""
+"""The linear part reads floats, hinge functions of them and the floats of the request, so it can learn
+piecewise linear functions."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ SCHEMA = schema_from_dict(
 """Candidates have price, ctr_24h and ctr_24h_rank."""
 
 
-def test_columns_are_floats_their_hinges_and_those_of_the_request() -> None:
+def test_columns_are_the_floats_and_hinges_of_candidate_and_request() -> None:
     inputs = inputs_of(make_batch(SCHEMA, [2, 3], seed=4))
     own_BG, ro_RG = inputs.nro_float_BG.numpy(), inputs.ro_float_RG.numpy()
     assert own_BG.shape == (5, 3) and ro_RG.shape == (2, 1)
@@ -86,8 +87,8 @@ def test_many_floats_get_no_knots_and_very_many_no_linear_part(
 
 
 @pytest.mark.parametrize("bends", [True, False])
-def test_a_rule_that_no_line_follows_is_found_with_knots(bends: bool) -> None:
-    """Clicks are likely in the middle of a float's range."""
+def test_a_rule_that_is_not_linear_is_learned_with_knots(bends: bool) -> None:
+    """Clicks are likely in the middle of the float's range only."""
     hinges = Hinges([[-1.0, 1.0] if bends else []])
     part = LinearPart(1, [[0.0, 0.0]], added_width=hinges.width)
     with torch.no_grad():
@@ -96,9 +97,9 @@ def test_a_rule_that_no_line_follows_is_found_with_knots(bends: bool) -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
         optimizer.zero_grad()
-        drawn_B1 = rng.uniform(-3, 3, (50, 1))
-        is_click_B1 = rng.random((50, 1)) < np.where(np.abs(drawn_B1) < 1, 0.9, 0.1)
-        x_B1, label_BT = (torch.tensor(each, dtype=torch.float32) for each in (drawn_B1, is_click_B1))
+        random_B1 = rng.uniform(-3, 3, (50, 1))
+        is_click_B1 = rng.random((50, 1)) < np.where(np.abs(random_B1) < 1, 0.9, 0.1)
+        x_B1, label_BT = (torch.tensor(each, dtype=torch.float32) for each in (random_B1, is_click_B1))
         x_BG = torch.cat([x_B1, hinges(x_B1)], dim=1)
         targets = Targets(label_BT=label_BT, weight_BT=torch.ones_like(label_BT))
         loss_of = functools.partial(loss, targets=targets)

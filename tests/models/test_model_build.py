@@ -1,5 +1,5 @@
-"""A model of any kind from its configuration; initial values, a function of the seed and the parameter's
-name."""
+"""Building a model of any kind from its configuration. Initial values depend on the seed and the parameter's
+name only."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def test_a_model_to_be_loaded_has_all_values_of_its_state(kind: str) -> None:
     loaded = build_model(schema, config, 3, is_loaded=True)
     loaded.load_state_dict(initial.state_dict(), strict=True)
     for named in ("named_parameters", "named_buffers"):
-        mine, other = dict(getattr(loaded, named)()), dict(getattr(initial, named)())
-        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+        loaded_values, initial_values = dict(getattr(loaded, named)()), dict(getattr(initial, named)())
+        assert loaded_values.keys() == initial_values.keys() and all(
+            torch.equal(loaded_values[name], initial_values[name]) for name in initial_values
+        )
 
 
 def test_a_new_module_changes_no_other_parameter() -> None:
@@ -60,7 +62,7 @@ def test_a_new_module_changes_no_other_parameter() -> None:
 
 
 def test_initial_values_are_pinned() -> None:
-    # Trainer and serving of different releases must agree before the first commit.
+    # Before the first commit, trainer and serving of different releases must have the same weights.
     model = build_model(
         make_schema("one float"), RankerConfig(width=4, list_heads=1, request_layers=(2,)), seed=0
     )
@@ -74,15 +76,17 @@ def test_config_goes_through_a_manifest() -> None:
     assert written["kind"] == "ranker"
     assert model_config_from_dict(written) == config
     del written["kind"]
-    assert model_config_from_dict(written) == config, "a manifest from before there were kinds is a ranker's"
+    assert model_config_from_dict(written) == config, "an old manifest without a kind describes a ranker"
     for part in ADDED_PARTS:
         del written[part]
     without = dataclasses.replace(config, **dict.fromkeys(ADDED_PARTS, False))
-    assert model_config_from_dict(written) == without, "a manifest from before these parts has none"
+    assert model_config_from_dict(written) == without, (
+        "an old manifest without these keys has none of the parts"
+    )
 
 
 class Constant(Model):
-    """A kind of one parameter, as another module would add it."""
+    """A model kind with one parameter, as another module could add it."""
 
     def __init__(self, schema: Schema, config: ConstantConfig) -> None:
         super().__init__()

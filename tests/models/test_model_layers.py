@@ -1,4 +1,4 @@
-"""Layers and attention: against plain references, and their gradients in float64."""
+"""Layers and attention equal plain reference implementations. Gradients are checked in float64."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import Sequence
 from roostream.models.layers import Mlp
 from roostream.models.ranker import Heads
-from tests.models.layer_checks import assert_gradients, built, randn
+from tests.models.layer_checks import assert_gradients, build_float64, randn
 from tests.models.model_cases import inputs_of, make_batch, make_schema
 
 
 def test_mlp_gradients_and_the_identity() -> None:
-    net = built(Mlp(4, (5, 3)))
+    net = build_float64(Mlp(4, (5, 3)))
     assert_gradients(net, net, randn(6, 4))
     x = randn(2, 4)
     assert Mlp(4, ())(x) is x and Mlp(4, ()).width == 4
 
 
 def test_heads_gradients() -> None:
-    net = built(Heads(4, (3,), [0.1, 0.1]))
+    net = build_float64(Heads(4, (3,), [0.1, 0.1]))
     assert_gradients(net, net, randn(5, 4))
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """One query [D], keys and values [N, D]: written out."""
+    """Compute multi-head attention of one query [D] over keys and values [N, D], head by head."""
     if len(k) == 0:
         return torch.zeros_like(q)
     out = []
@@ -51,7 +51,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 
 
 def histories(lengths: list[int], groups: CandidateGroups) -> Sequence:
-    """Entries alone, of no feature."""
+    """Build a sequence that has lengths but no feature values."""
     offset_R1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Sequence(
         length_R=torch.tensor(lengths),
@@ -68,7 +68,7 @@ def histories(lengths: list[int], groups: CandidateGroups) -> Sequence:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("counts", [[3, 1, 0, 18, 2], [4, 4], [0, 0], [0, 70, 1]], ids=str)
 def test_target_attention_equals_the_formula_of_each_candidate(counts: list[int], heads: int) -> None:
-    module = built(TargetAttention(3, 5, 4, heads))
+    module = build_float64(TargetAttention(3, 5, 4, heads))
     assert isinstance(module, TargetAttention)
     lengths = [(2 * r + 3) % 5 for r in range(len(counts))]  # some histories are empty
     lengths[-1] = 0
@@ -88,7 +88,7 @@ def test_target_attention_equals_the_formula_of_each_candidate(counts: list[int]
 
 @pytest.mark.parametrize("counts", [[3, 1, 0, 18, 2], [4, 4], [70, 2]], ids=str)
 def test_list_attention_equals_the_formula_of_each_request(counts: list[int]) -> None:
-    module, x = built(ListAttention(4, 2)), randn(sum(counts), 4)
+    module, x = build_float64(ListAttention(4, 2)), randn(sum(counts), 4)
     assert isinstance(module, ListAttention)
     got = module(x, build_groups(np.array(counts, dtype=np.int32)))
     expected = []
@@ -102,66 +102,79 @@ def test_attention_gradients_with_padding_and_an_empty_history() -> None:
     counts = np.array([2, 0, 3], dtype=np.int32)
     groups = build_groups(counts)
     sequence = histories([2, 3, 0], groups)
-    target = built(TargetAttention(3, 2, 4, 2))
+    target = build_float64(TargetAttention(3, 2, 4, 2))
     assert_gradients(target, lambda q, e: target(q, e, sequence, groups), randn(5, 3), randn(5, 2, seed=1))
-    list_ = built(ListAttention(4, 2))
+    list_ = build_float64(ListAttention(4, 2))
     assert_gradients(list_, lambda x: list_(x, groups), randn(5, 4))
 
 
-LENGTHS = [5, 3, 21, 0, 40]
-MANY = [3, 0, 18, 2, 1]
+HISTORY_LENGTHS = [5, 3, 21, 0, 40]
+CANDIDATE_COUNTS = [3, 0, 18, 2, 1]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
-def test_attention_in_segments_equals_padded_squares(heads: int) -> None:
-    groups, sequence = build_groups(np.array(MANY)), histories(LENGTHS, build_groups(np.array(MANY)))
-    of = randn(sum(MANY), 20).requires_grad_(), randn(sum(LENGTHS), 40, seed=1).requires_grad_()
-    own = randn(sum(MANY), 60, seed=2).requires_grad_()
-    got = attend_to_histories(*of, sequence, groups, heads), attend_to_each_other(own, groups, heads)
-    expected = padded_to_histories(*of, sequence, groups, heads), padded_to_each_other(own, groups, heads)
-    gradient = randn(sum(MANY), 20, seed=3)
-    for one, other, leaves in zip(got, expected, (of, (own,)), strict=True):
-        torch.testing.assert_close(one, other)
+def test_attention_in_segments_equals_padded_attention(heads: int) -> None:
+    groups = build_groups(np.array(CANDIDATE_COUNTS))
+    sequence = histories(HISTORY_LENGTHS, build_groups(np.array(CANDIDATE_COUNTS)))
+    query_and_entries = (
+        randn(sum(CANDIDATE_COUNTS), 20).requires_grad_(),
+        randn(sum(HISTORY_LENGTHS), 40, seed=1).requires_grad_(),
+    )
+    qkv_BD = randn(sum(CANDIDATE_COUNTS), 60, seed=2).requires_grad_()
+    got = (
+        attend_to_histories(*query_and_entries, sequence, groups, heads),
+        attend_to_each_other(qkv_BD, groups, heads),
+    )
+    expected = (
+        padded_to_histories(*query_and_entries, sequence, groups, heads),
+        padded_to_each_other(qkv_BD, groups, heads),
+    )
+    gradient = randn(sum(CANDIDATE_COUNTS), 20, seed=3)
+    for segmented, padded, leaves in zip(got, expected, (query_and_entries, (qkv_BD,)), strict=True):
+        torch.testing.assert_close(segmented, padded)
         torch.testing.assert_close(
-            torch.autograd.grad(one, leaves, gradient), torch.autograd.grad(other, leaves, gradient)
+            torch.autograd.grad(segmented, leaves, gradient), torch.autograd.grad(padded, leaves, gradient)
         )
 
 
 def test_a_segment_has_the_same_bits_in_any_batch() -> None:
-    own, gradient = randn(sum(MANY), 3 * 36).float(), randn(sum(MANY), 36, seed=1).float()
+    qkv_BD = randn(sum(CANDIDATE_COUNTS), 3 * 36).float()
+    gradient = randn(sum(CANDIDATE_COUNTS), 36, seed=1).float()
 
-    def both_ways(own: Tensor, counts: list[int], gradient: Tensor) -> list[Tensor]:
-        leaf = own.clone().requires_grad_()
+    def output_and_gradient(qkv_BD: Tensor, counts: list[int], gradient: Tensor) -> list[Tensor]:
+        leaf = qkv_BD.clone().requires_grad_()
         out = attend_to_each_other(leaf, build_groups(np.array(counts)), 2)
         return [out.detach(), *torch.autograd.grad(out, leaf, gradient)]
 
-    together = both_ways(own, MANY, gradient)
-    ends = np.cumsum(MANY)
-    for count, end in zip(MANY, ends, strict=True):
-        mine = slice(end - count, end)
-        for one, of_all in zip(both_ways(own[mine], [count], gradient[mine]), together, strict=True):
-            assert torch.equal(one, of_all[mine])
+    together = output_and_gradient(qkv_BD, CANDIDATE_COUNTS, gradient)
+    ends = np.cumsum(CANDIDATE_COUNTS)
+    for count, end in zip(CANDIDATE_COUNTS, ends, strict=True):
+        segment = slice(end - count, end)
+        for alone, in_batch in zip(
+            output_and_gradient(qkv_BD[segment], [count], gradient[segment]), together, strict=True
+        ):
+            assert torch.equal(alone, in_batch[segment])
 
 
 def test_nan_stays_within_its_segment() -> None:
-    own = randn(5, 12).float()
-    own[3, 4] = torch.nan  # a key
-    out = attend_to_each_other(own, build_groups(np.array([2, 3])), 2)
+    qkv_BD = randn(5, 12).float()
+    qkv_BD[3, 4] = torch.nan  # a key
+    out = attend_to_each_other(qkv_BD, build_groups(np.array([2, 3])), 2)
     assert torch.isfinite(out[:2]).all() and torch.isnan(out[2:, :2]).all()
 
 
 def test_padding_has_no_influence_and_no_gradient() -> None:
-    of = QueriesKeysValues(
+    qkv = QueriesKeysValues(
         *(x.requires_grad_() for x in (randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2)))
     )
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    out = attend(of, mask, 2)
-    to = QueriesKeysValues(*torch.autograd.grad(out, of, 2 * out.detach()))
-    far = of.k_GND.detach().clone()
-    far[0, 2] += 1e6
-    assert torch.equal(out, attend(of._replace(k_GND=far), mask, 2))
-    assert not to.k_GND[0, 2].any() and not to.v_GND[0, 2].any() and to.v_GND[0, :2].all()
-    assert not out[1].any() and not any(x[1].any() for x in to), "who has nothing to attend to gives 0"
+    out = attend(qkv, mask, 2)
+    gradient = QueriesKeysValues(*torch.autograd.grad(out, qkv, 2 * out.detach()))
+    changed_k_GND = qkv.k_GND.detach().clone()
+    changed_k_GND[0, 2] += 1e6
+    assert torch.equal(out, attend(qkv._replace(k_GND=changed_k_GND), mask, 2))
+    assert not gradient.k_GND[0, 2].any() and not gradient.v_GND[0, 2].any() and gradient.v_GND[0, :2].all()
+    assert not out[1].any() and not any(x[1].any() for x in gradient), "a query without entries gives 0"
 
 
 def test_rows_columns_and_times_of_a_history_learn() -> None:

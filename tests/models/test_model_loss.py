@@ -1,4 +1,4 @@
-"""The multi-task loss."""
+"""The multi-task loss, and the losses for labels that arrive late."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ def test_weight_zero_excludes_a_label_and_without_weights_the_loss_is_zero() -> 
     assert float(loss(torch.zeros(0, 2), Targets(torch.zeros(0, 2), torch.zeros(0, 2)))) == 0
 
 
-# Labels that come late: a stream has each request as its sample, and what wasn't known then as a correction
+# Late labels. The stream has a sample for each request. A label that was unknown then arrives as a
+# correction.
 
 TRUTHS = (0.03, 0.2, 0.7)
 KNOWN = {"log": 0.3, "fnw": 0.0, "fnc": 0.0, "dfm": 0.3, "es_dfm": 0.3}
 
 
-def of_one(
+def loss_of_one_candidate(
     name: str, logit: torch.Tensor, after: float, before: float | None = None, known: float | None = None
 ) -> torch.Tensor:
-    """The loss of one candidate in float64: a sample's, or a correction's."""
+    """Compute the loss of one candidate in float64: of a sample, or of a correction if `before` is given."""
 
     def entry(value: float | None) -> torch.Tensor | None:
         return None if value is None else torch.full((1, 1), value, dtype=torch.float64)
@@ -62,14 +63,14 @@ def slope(
     name: str, logit: float, after: float, before: float | None = None, known: float | None = None
 ) -> float:
     z = torch.tensor(logit, dtype=torch.float64, requires_grad=True)
-    of_one(name, z, after, before, known).backward()  # type: ignore[no-untyped-call]
+    loss_of_one_candidate(name, z, after, before, known).backward()  # type: ignore[no-untyped-call]
     assert z.grad is not None
     return float(z.grad)
 
 
-def slope_of_stream(name: str, logit: float, truth: float, known: float) -> float:
-    """Expected, of a request whose candidate is positive with probability `truth`: known at once, later, or
-    never."""
+def expected_slope(name: str, logit: float, truth: float, known: float) -> float:
+    """Compute the expected slope for a candidate that is positive with probability `truth`. A positive label
+    arrives with the sample (probability `known`) or later as a correction."""
     at_once, later = truth * known, truth * (1 - known)
     return (
         at_once * slope(name, logit, 1.0, None, known)
@@ -81,11 +82,11 @@ def slope_of_stream(name: str, logit: float, truth: float, known: float) -> floa
 @pytest.mark.parametrize("truth", TRUTHS)
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_minimum_over_the_whole_stream_is_the_true_probability(name: str, truth: float) -> None:
-    """Where the slope changes its sign, found by halving."""
+    """The minimum is where the slope changes its sign; bisection finds it."""
     low, high = -10.0, 10.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if slope_of_stream(name, middle, truth, KNOWN[name]) < 0 else (low, middle)
+        low, high = (middle, high) if expected_slope(name, middle, truth, KNOWN[name]) < 0 else (low, middle)
     assert 1 / (1 + math.exp(-low)) == pytest.approx(truth, rel=1e-9)
 
 
@@ -100,7 +101,7 @@ def test_log_loss_of_a_sample_and_its_correction_equals_the_corrected_sample(
 
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("logit", [-3.0, 0.2, 5.0])
-def test_a_correction_to_negative_takes_the_positive_back(name: str, logit: float) -> None:
+def test_a_correction_to_negative_cancels_the_positive(name: str, logit: float) -> None:
     known = KNOWN[name]
     both = slope(name, logit, 1.0, None, known) + slope(name, logit, 0.0, 1.0, known)
     assert both == pytest.approx(slope(name, logit, 0.0, None, known), rel=1e-12, abs=1e-15)
@@ -134,10 +135,10 @@ def test_weights_equal_those_of_the_papers(logit: float, label: float) -> None:
 def test_values_equal_those_of_the_papers(logit: float) -> None:
     z, p, known = torch.tensor(logit, dtype=torch.float64), 1 / (1 + math.exp(-logit)), 0.3
     b = p / (1 + p)
-    assert float(of_one("fnc", z, 1.0)) == pytest.approx(-math.log(b))
-    assert float(of_one("fnc", z, 0.0)) == pytest.approx(-math.log(1 - b))
-    assert float(of_one("dfm", z, 1.0, None, known)) == pytest.approx(-math.log(p))
-    assert float(of_one("dfm", z, 0.0, None, known)) == pytest.approx(-math.log(1 - p * known))
+    assert float(loss_of_one_candidate("fnc", z, 1.0)) == pytest.approx(-math.log(b))
+    assert float(loss_of_one_candidate("fnc", z, 0.0)) == pytest.approx(-math.log(1 - b))
+    assert float(loss_of_one_candidate("dfm", z, 1.0, None, known)) == pytest.approx(-math.log(p))
+    assert float(loss_of_one_candidate("dfm", z, 0.0, None, known)) == pytest.approx(-math.log(1 - p * known))
 
 
 @pytest.mark.parametrize("name", ["dfm", "es_dfm"])
@@ -152,4 +153,6 @@ def test_a_batch_may_mix_samples_and_corrections() -> None:
     sample, correction = (
         loss_per_candidate(logits, Targets(label, torch.ones(2, 1), before)).flatten().tolist()
     )
-    assert sample == pytest.approx(float(of_one("log", logits[0], 1.0))) and correction == pytest.approx(-0.3)
+    assert sample == pytest.approx(
+        float(loss_of_one_candidate("log", logits[0], 1.0))
+    ) and correction == pytest.approx(-0.3)

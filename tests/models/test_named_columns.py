@@ -1,4 +1,4 @@
-"""A commit is continued with other features: what belongs to features that stayed is kept."""
+"""Training continues from a commit with changed features. Weights of the features that stayed are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.models.model_cases import CASES, LABELS, make_schema
-from tests.models.model_checks import SMALL, as_sample, learn, optimizer_of, score, trained_model
+from tests.models.model_checks import (
+    SMALL,
+    loss_and_gradients,
+    make_optimizer,
+    make_sample_record,
+    score,
+    trained_model,
+)
 from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
 
@@ -53,29 +60,30 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def changed(change: str) -> Schema:
+def change_schema(change: str) -> Schema:
     tables = copy.deepcopy({**CASES["everything"], "label": LABELS})
     CHANGES[change](tables)
     return schema_from_dict(tables)
 
 
-def of_both(now: Schema) -> tuple[Batch, Batch]:
-    """The same requests, with values of all features of `now`, as both schemas read them."""
+def decode_with_both_schemas(now: Schema) -> tuple[Batch, Batch]:
+    """Decode the same requests with the old schema and with `now`. They have values for all features of
+    `now`."""
     known = {s.fingerprint: s for s in (BEFORE, now)}
     records = []
     for seed, n in enumerate((3, 1, 5)):
         request = example_request(now, n, seed, known="all")
-        records.append(as_sample(now, request.ro, request.nro, request.item_n, seed))
+        records.append(make_sample_record(now, request.ro, request.nro, request.item_n, seed))
     first, second = (Decoder(s, known.get).decode(records)[0] for s in (BEFORE, now))
     return first, second
 
 
-def continued(before: Model, now: Schema, config: ModelConfig) -> tuple[Model, DenseAdam]:
+def restore_with_schema(before: Model, now: Schema, config: ModelConfig) -> tuple[Model, DenseAdam]:
     after = build_model(now, config, seed=2)
-    optimizer = optimizer_of(after)
+    optimizer = make_optimizer(after)
     groups = ("ro floats", "nro floats", "ro lists", "nro lists")
     dense_checkpoint.restore(
-        dense_checkpoint.snapshot(before, optimizer_of(before)),
+        dense_checkpoint.snapshot(before, make_optimizer(before)),
         after,
         optimizer,
         same_schema=False,
@@ -86,18 +94,18 @@ def continued(before: Model, now: Schema, config: ModelConfig) -> tuple[Model, D
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_other_features_change_no_score_until_they_are_trained(kind: str, change: str) -> None:
-    config, now = CONFIGS[kind], changed(change)
+def test_changed_features_change_no_score_until_they_are_trained(kind: str, change: str) -> None:
+    config, now = CONFIGS[kind], change_schema(change)
     before = trained_model(BEFORE, config)
-    after, _ = continued(before, now, config)
-    first, second = of_both(now)
+    after, _ = restore_with_schema(before, now, config)
+    first, second = decode_with_both_schemas(now)
     torch.testing.assert_close(score(after, second), score(before, first), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "another order"])
 def test_new_columns_learn(change: str) -> None:
-    now = changed(change)
-    after, _ = continued(trained_model(BEFORE), now, SMALL)
+    now = change_schema(change)
+    after, _ = restore_with_schema(trained_model(BEFORE), now, SMALL)
     names = after.column_names()
     (first,) = {"request_tower.layers.0.weight" if "requests" in change else "dense.layers.0.weight"}
     weight, columns = after.get_parameter(first), names[first][1]
@@ -106,16 +114,16 @@ def test_new_columns_learn(change: str) -> None:
     assert old is not None
     new = [at for at, name in enumerate(columns) if name not in old]
     assert new and not weight[:, new].any()
-    learn(after, of_both(now)[1])
+    loss_and_gradients(after, decode_with_both_schemas(now)[1])
     assert weight.grad is not None and weight.grad[:, new].any()
 
 
-def test_a_removed_feature_takes_only_its_own_columns_with_it() -> None:
+def test_removing_a_feature_removes_only_its_columns() -> None:
     tables = copy.deepcopy({**CASES["everything"], "label": LABELS})
     tables["nro"] = [f for f in tables["nro"] if f["name"] != "age_s"]
     now = schema_from_dict(tables)
     before = trained_model(BEFORE)
-    after, _ = continued(before, now, SMALL)
+    after, _ = restore_with_schema(before, now, SMALL)
     name = "dense.layers.0.weight"
     columns, old = after.column_names()[name][1], before.column_names()[name][1]
     assert columns is not None and old is not None and set(columns) < set(old)
@@ -125,13 +133,13 @@ def test_a_removed_feature_takes_only_its_own_columns_with_it() -> None:
 
 def test_optimizer_state_moves_with_its_columns() -> None:
     before = trained_model(BEFORE)
-    optimizer = optimizer_of(before)
+    optimizer = make_optimizer(before)
     for slots in optimizer.slots.values():
         for value in slots.values():
             value.copy_(torch.arange(value.numel()).view(value.shape))
-    now = changed("another order")
+    now = change_schema("another order")
     after = build_model(now, SMALL, seed=2)
-    restored = optimizer_of(after)
+    restored = make_optimizer(after)
     dense_checkpoint.restore(dense_checkpoint.snapshot(before, optimizer), after, restored, same_schema=False)
     name = "dense.layers.0.weight"
     columns, old = after.column_names()[name][1], before.column_names()[name][1]
@@ -156,7 +164,7 @@ def test_every_parameter_with_a_column_for_each_feature_is_named(kind: str) -> N
     assert fresh <= names.keys()
 
 
-def test_names_are_read_as_they_were_written() -> None:
+def test_decode_is_the_inverse_of_encode_and_rejects_invalid_names() -> None:
     names = build_model(BEFORE, SMALL, seed=1).column_names()
     assert decode({COLUMN_NAMES: encode(names)}) == names and decode({}) == {}
     for wrong in (b"\xff", b"[]", b'{"lists": [], "parameters": {"a": [0]}}'):

@@ -1,4 +1,5 @@
-"""The ranker as a whole: guarantees G9 and G10, independence of requests, any schema, gradients."""
+"""The ranker as a whole: guarantees G9 and G10 (docs/architecture.md), list context, and the scores of an
+untrained model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_
 from tests.models.model_checks import (
     COUNTS,
     SMALL,
-    assert_same_learning,
+    assert_same_gradients,
     score,
     trained_model,
 )
@@ -47,7 +48,7 @@ def test_g9_bits_do_not_depend_on_the_alignment_of_rows() -> None:
 def test_g10_training_on_requests_equals_training_on_impressions(case: str) -> None:
     schema = make_schema(case)
     batch = make_batch(schema, COUNTS, seed=2)
-    assert_same_learning(
+    assert_same_gradients(
         trained_model(schema, dataclasses.replace(SMALL, list_layers=0)), batch, batch.expand()
     )
 
@@ -56,7 +57,7 @@ def test_g10_training_on_requests_equals_training_on_impressions(case: str) -> N
 def test_g10_with_list_context_it_equals_impressions_that_carry_their_list(case: str) -> None:
     schema = make_schema(case)
     batch = make_batch(schema, [3, 1, 0, 6, 17], seed=3)
-    assert_same_learning(trained_model(schema), batch, expand_with_context(batch))
+    assert_same_gradients(trained_model(schema), batch, expand_with_context(batch))
 
 
 def test_candidates_see_each_other_only_with_list_context() -> None:
@@ -100,7 +101,9 @@ def test_normalized_rows_have_mean_0_and_variance_1_and_empty_pools_stay_0() -> 
     out = normalize_pooled({"item": x, "flag": torch.tensor([[0.3]])})
     torch.testing.assert_close(out["item"][0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     torch.testing.assert_close(out["item"][0].var(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0)
-    assert not out["item"][1:].any() and out["flag"].item() == pytest.approx(0.3), "one number would be lost"
+    assert not out["item"][1:].any() and out["flag"].item() == pytest.approx(0.3), (
+        "a vector of one number is not normalized"
+    )
 
 
 def test_an_untrained_model_predicts_the_prior_of_each_label() -> None:

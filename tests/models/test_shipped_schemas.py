@@ -1,4 +1,4 @@
-"""The schemas in traffic/schemas with the default ranker."""
+"""The default ranker with each schema that ships in roostream/replay/schemas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_dense_parameter_of_the_default_ranker_learns(path: Path) -> None:
     assert isinstance(model, Ranker)
     with torch.no_grad():
         for head in model.heads.logits.parameters():
-            head.add_(0.1)  # zero at first, and then nothing below them learns in the first step
+            head.add_(0.1)  # the heads start at zero, which would give the layers below no gradient
     targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
     model.loss(inputs, model(inputs), targets).backward()
     assert [

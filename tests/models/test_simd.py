@@ -1,4 +1,4 @@
-"""Sixteen numbers at a time, against numpy."""
+"""The SIMD kernels, which process sixteen numbers at a time, equal numpy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_products_of_any_shape_and_memory_order(shape: tuple[int, int, int], dty
     for left in (a, np.ascontiguousarray(a.T).T):
         product(left, b, out[:i, :j])
         np.testing.assert_allclose(out[:i, :j], a @ b, rtol=1e-5 if dtype is np.float32 else 1e-12, atol=1e-5)
-    assert (out[i] == before[i]).all() and (out[:, j] == before[:, j]).all(), "nothing else is written"
+    assert (out[i] == before[i]).all() and (out[:, j] == before[:, j]).all(), (
+        "memory outside the output must stay unchanged"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(np.float32, 3e-7), (np.float64, 5e-15)])

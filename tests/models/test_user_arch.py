@@ -1,4 +1,4 @@
-"""UserArch against its formula, by loops; once a request; its gradients in float64."""
+"""UserArch equals its formula and runs once per request. Gradients are checked in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from roostream.models.feature_encoders import LinearCompression, UserArch
 from roostream.models.ranker import Ranker
-from tests.models.layer_checks import assert_gradients, built, randn
+from tests.models.layer_checks import assert_gradients, build_float64, randn
 from tests.models.model_cases import make_batch, make_schema
 from tests.models.model_checks import COUNTS, SMALL, score, trained_model
 
@@ -16,7 +16,7 @@ CONFIG = dataclasses.replace(SMALL, request_side="userarch", userarch_embeddings
 
 
 def test_compression_equals_its_formula() -> None:
-    net, x_RCI = built(LinearCompression(5, 3, 2, 4)), randn(6, 3, 5)
+    net, x_RCI = build_float64(LinearCompression(5, 3, 2, 4)), randn(6, 3, 5)
     assert isinstance(net, LinearCompression)
     got = net(x_RCI)
     assert got.shape == (6, 2, 4)
@@ -27,14 +27,14 @@ def test_compression_equals_its_formula() -> None:
     assert_gradients(net, net, x_RCI)
 
 
-def test_every_list_is_an_embedding_and_all_floats_are_one() -> None:
+def test_each_list_gives_one_embedding_and_all_floats_together_give_one() -> None:
     part = UserArch(make_schema("everything"), CONFIG)
     assert part.compression is not None and part.compression.across.weight.shape == (2, 4), (
-        "user, history, topics, floats"
+        "four inputs: user, history, topics, floats"
     )
-    assert part.width == 8 and set(part.widen) == {"user", "topics"}, "those of another width than 4"
+    assert part.width == 8 and set(part.widen) == {"user", "topics"}, "lists whose tables are not 4 wide"
     few = UserArch(make_schema("plain history"), CONFIG)
-    assert few.width == 4, "never more out than in"
+    assert few.width == 4, "there are at most as many outputs as inputs"
 
 
 def test_user_arch_runs_once_per_request_in_place_of_the_tower() -> None:

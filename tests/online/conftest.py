@@ -1,4 +1,4 @@
-"""Fixture of a schema with every kind of feature."""
+"""A fixture with a schema that has every kind of feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Declared counters by their definitions, over the whole list of events, beside random events for them."""
+"""Random events, and an oracle that computes declared counters by definition from the whole list of
+events."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ COUNTERS: list[dict[str, Any]] = [
 ]
 
 
-def schema_with(counters: list[dict[str, Any]]) -> Schema:
-    """A schema with the counters, a feature for each, and the fields that they are made of."""
+def schema_with_counters(counters: list[dict[str, Any]]) -> Schema:
+    """Build a schema with the counters, a feature for each of them, and the fields that they use."""
     past = {"kind": "ids", "table": "item"}
     features: dict[str, list[dict[str, Any]]] = {
         "ro": [{"name": "page", "kind": "ids", "table": "item"}],
@@ -93,7 +94,9 @@ def schema_with(counters: list[dict[str, Any]]) -> Schema:
     return schema_from_dict({"tables": {"item": {"dim": 1}}, **features, "counter": counters, "label": label})
 
 
-class List(NamedTuple):
+class ShownList(NamedTuple):
+    """A request whose candidates were shown to a user."""
+
     request: str
     user: int
     session: int
@@ -117,18 +120,21 @@ class List(NamedTuple):
 
 
 class Engagement(NamedTuple):
-    of: List
+    """An action of a user on an item of a shown list."""
+
+    shown_list: ShownList
     item: int
     action: str
     value: float
     time_ms: int
 
 
-def random_events(seed: int, count: int) -> list[List | Engagement]:
-    """In time order, each at its own millisecond; engagements are with what was shown, sometimes long ago."""
+def random_events(seed: int, count: int) -> list[ShownList | Engagement]:
+    """Draw events in time order, each at another millisecond. Engagements are with items of earlier lists,
+    some of which are old."""
     rng = random.Random(seed)
-    lists: list[List] = []
-    events: list[List | Engagement] = []
+    lists: list[ShownList] = []
+    events: list[ShownList | Engagement] = []
     time_ms = T0
     for n in range(count):
         time_ms += rng.choice(
@@ -139,7 +145,7 @@ def random_events(seed: int, count: int) -> list[List | Engagement]:
             session, surface = rng.randrange(3), rng.choice(("", "app"))
             categories = [rng.choice(CATEGORIES) for _ in items]
             lists.append(
-                List(
+                ShownList(
                     f"r{n}",
                     rng.choice(USERS),
                     session,
@@ -152,25 +158,32 @@ def random_events(seed: int, count: int) -> list[List | Engagement]:
             )
             events.append(lists[-1])
         else:
-            of = rng.choice(lists[-4:])
+            shown_list = rng.choice(lists[-4:])
             action = rng.choice(("click", "click", "order", "like"))
-            events.append(Engagement(of, rng.choice(of.items), action, float(rng.randrange(9)), time_ms))
+            events.append(
+                Engagement(shown_list, rng.choice(shown_list.items), action, float(rng.randrange(9)), time_ms)
+            )
     return events
 
 
-def count(counters: Counters, reader: FieldReader, events: list[List | Engagement]) -> None:
-    for e in events:
-        if isinstance(e, List):
-            fields = reader.from_values(e.header, e.ro, e.nro, len(e.items))
-            counters.apply_impression(e.user, e.items, e.time_ms, fields)
+def apply_events(counters: Counters, reader: FieldReader, events: list[ShownList | Engagement]) -> None:
+    for event in events:
+        if isinstance(event, ShownList):
+            fields = reader.from_values(event.header, event.ro, event.nro, len(event.items))
+            counters.apply_impression(event.user, event.items, event.time_ms, fields)
         else:
             counters.apply_engagement(
-                e.of.user, e.item, e.action, e.value, e.time_ms, reader.from_header(e.of.header)
+                event.shown_list.user,
+                event.item,
+                event.action,
+                event.value,
+                event.time_ms,
+                reader.from_header(event.shown_list.header),
             )
 
 
-class Seen(NamedTuple):
-    """One event of one entity's, as an oracle counts it."""
+class CountedEvent(NamedTuple):
+    """An event of one entity, as the oracle counts it. `share`: 1 / the number of items in the list."""
 
     ids: dict[str, int | str]
     time_ms: int
@@ -179,104 +192,127 @@ class Seen(NamedTuple):
 
 
 class Oracle:
-    """Holds all events and counts them anew for each question."""
+    """Keeps all events and counts them again for each value."""
 
-    def __init__(self, events: list[List | Engagement]) -> None:
+    def __init__(self, events: list[ShownList | Engagement]) -> None:
         self.events = events
-        self._known: dict[tuple[str, bool], list[Seen]] = {}
+        self._events_by_name: dict[tuple[str, bool], list[CountedEvent]] = {}
 
-    def of_candidate(self, counter: dict[str, Any], asked: List, at: int, now_ms: int) -> float | None:
-        """A candidate's value; None = missing."""
-        entity = fields_of(counter)
-        ids = self._ids(asked, at, now_ms)
+    def candidate_value(
+        self, counter: dict[str, Any], request: ShownList, index: int, now_ms: int
+    ) -> float | None:
+        """Compute the counter's value for a candidate; None if it is missing."""
+        entity = entity_fields(counter)
+        ids = self._ids(request, index, now_ms)
         if any(not ids[f] for f in entity if f != "item"):
             is_new = "user" in entity and not ids["user"]
-            return number(counter, [], [], now_ms) if is_new else None
-        seen = [
-            s
-            for s in self._seen(self._event(counter))
-            if all(s.ids[f] == ids[f] for f in entity) and _known(s, entity)
+            return counter_value(counter, [], [], now_ms) if is_new else None
+        events = [
+            counted
+            for counted in self._events(self._event(counter))
+            if all(counted.ids[f] == ids[f] for f in entity) and has_all_ids(counted, entity)
         ]
         views = [
-            s for s in self._seen("shown") if all(s.ids[f] == ids[f] for f in entity) and _known(s, entity)
+            counted
+            for counted in self._events("shown")
+            if all(counted.ids[f] == ids[f] for f in entity) and has_all_ids(counted, entity)
         ]
-        return number(counter, seen, views, now_ms)
+        return counter_value(counter, events, views, now_ms)
 
-    def of_request(self, counter: dict[str, Any], asked: List, now_ms: int) -> Any:
-        """A request's value; None = missing."""
-        entity, ids = fields_of(counter), self._ids(asked, 0, now_ms)
+    def request_value(self, counter: dict[str, Any], request: ShownList, now_ms: int) -> Any:
+        """Compute the counter's value for a request; None if it is missing."""
+        entity, ids = entity_fields(counter), self._ids(request, 0, now_ms)
         if any(not ids[f] for f in entity):
             return None
-        events = self._seen(self._event(counter), each_list_once=counter.get("aggregation") != "distinct")
-        seen = [s for s in events if all(s.ids[f] == ids[f] for f in entity)]
-        how = counter.get("aggregation", "count")
-        if how in ("history", "length"):
-            newest = [s.ids["item"] for s in reversed(seen)][: counter["length"]]
-            return newest if how == "history" else float(len(newest))
-        if how == "distinct":
-            after_ms = now_ms - minutes(counter["window"]) if "window" in counter else -1
-            newest_of = {s.ids[counter.get("of", "item")]: s.time_ms for s in seen}
-            kept = sorted((t for value, t in newest_of.items() if value), reverse=True)[
+        events = self._events(self._event(counter), each_list_once=counter.get("aggregation") != "distinct")
+        events = [counted for counted in events if all(counted.ids[f] == ids[f] for f in entity)]
+        aggregation = counter.get("aggregation", "count")
+        if aggregation in ("history", "length"):
+            newest = [counted.ids["item"] for counted in reversed(events)][: counter["length"]]
+            return newest if aggregation == "history" else float(len(newest))
+        if aggregation == "distinct":
+            after_ms = now_ms - duration_ms(counter["window"]) if "window" in counter else -1
+            newest_ms_by_value = {
+                counted.ids[counter.get("of", "item")]: counted.time_ms for counted in events
+            }
+            kept = sorted((t for value, t in newest_ms_by_value.items() if value), reverse=True)[
                 : counter.get("length", 64)
             ]
             return float(sum(t > after_ms for t in kept))
-        return number(counter, seen, [], now_ms)
+        return counter_value(counter, events, [], now_ms)
 
     def _event(self, counter: dict[str, Any]) -> str:
         return counter.get("event", "click")
 
-    def _seen(self, event: str, each_list_once: bool = False) -> list[Seen]:
-        """Of a list each candidate, or the list once."""
-        if (event, each_list_once) not in self._known:
-            self._known[event, each_list_once] = self._all(event, each_list_once)
-        return self._known[event, each_list_once]
+    def _events(self, name: str, each_list_once: bool = False) -> list[CountedEvent]:
+        """Return all events of this name. A shown list is an event for each candidate, or one event in
+        all."""
+        if (name, each_list_once) not in self._events_by_name:
+            self._events_by_name[name, each_list_once] = self._find_events(name, each_list_once)
+        return self._events_by_name[name, each_list_once]
 
-    def _all(self, event: str, each_list_once: bool) -> list[Seen]:
+    def _find_events(self, name: str, each_list_once: bool) -> list[CountedEvent]:
         out = []
-        for e in self.events:
-            if isinstance(e, List) and event == "shown":
-                places = range(1 if each_list_once else len(e.items))
-                out += [Seen(self._ids(e, at, e.time_ms), e.time_ms, 0.0, 1 / len(e.items)) for at in places]
-            elif isinstance(e, Engagement) and event == e.action:
-                ids = self._ids(e.of, e.of.items.index(e.item), e.time_ms)
-                if e.time_ms - e.of.time_ms > 24 * HOUR:
+        for event in self.events:
+            if isinstance(event, ShownList) and name == "shown":
+                share = 1 / len(event.items)
+                for index in range(1 if each_list_once else len(event.items)):
+                    out.append(
+                        CountedEvent(self._ids(event, index, event.time_ms), event.time_ms, 0.0, share)
+                    )
+            elif isinstance(event, Engagement) and name == event.action:
+                shown_list = event.shown_list
+                ids = self._ids(shown_list, shown_list.items.index(event.item), event.time_ms)
+                if event.time_ms - shown_list.time_ms > 24 * HOUR:
                     ids |= {"page": 0, "category": 0}
-                out.append(Seen(ids, e.time_ms, e.value, 0.0))
+                out.append(CountedEvent(ids, event.time_ms, event.value, 0.0))
         return out
 
-    def _ids(self, of: List, at: int, time_ms: int) -> dict[str, int | str]:
+    def _ids(self, shown_list: ShownList, index: int, time_ms: int) -> dict[str, int | str]:
         hour, day = time_ms // HOUR, time_ms // (24 * HOUR)
         time = {"hour": hour % 24 + 1, "weekday": (day + 3) % 7 + 1}
-        own = {"user": of.user, "session": of.session, "surface": of.surface, "page": of.page}
-        return {**own, **time, "item": signed_id(of.items[at]), "category": of.categories[at]}
+        header_fields = {
+            "user": shown_list.user,
+            "session": shown_list.session,
+            "surface": shown_list.surface,
+            "page": shown_list.page,
+        }
+        return {
+            **header_fields,
+            **time,
+            "item": signed_id(shown_list.items[index]),
+            "category": shown_list.categories[index],
+        }
 
 
-def number(counter: dict[str, Any], seen: list[Seen], views: list[Seen], now_ms: int) -> float | None:
-    """By the definition of docs/schema.md."""
-    how = counter.get("aggregation", "count")
+def counter_value(
+    counter: dict[str, Any], events: list[CountedEvent], views: list[CountedEvent], now_ms: int
+) -> float | None:
+    """Compute a counter by its definition in docs/schema.md."""
+    aggregation = counter.get("aggregation", "count")
 
-    def weight(s: Seen) -> float:
+    def weight(counted: CountedEvent) -> float:
         if "half_life" in counter:
-            return 2.0 ** ((s.time_ms - now_ms) / minutes(counter["half_life"]))
+            return 2.0 ** ((counted.time_ms - now_ms) / duration_ms(counter["half_life"]))
         if "window" not in counter:
             return 1.0
-        step_ms = minutes(counter["window"]) / 12
-        return float(math.floor(s.time_ms / step_ms) > math.floor(now_ms / step_ms) - 12)
+        step_ms = duration_ms(counter["window"]) / 12
+        return float(math.floor(counted.time_ms / step_ms) > math.floor(now_ms / step_ms) - 12)
 
-    if how == "expected":
-        return sum(weight(s) * s.share for s in seen)
-    if how == "rate":
-        return (sum(map(weight, seen)) + 0.1) / (sum(map(weight, views)) + 1)
-    if how == "last":
-        return seen[-1].value if seen else None
-    if how == "since":
-        return (now_ms - seen[-1].time_ms) / 1000 if seen else None
-    if how == "age":
-        return (now_ms - seen[0].time_ms) / 1000 if seen else 0.0
-    return sum(map(weight, seen))
+    if aggregation == "expected":
+        return sum(weight(counted) * counted.share for counted in events)
+    if aggregation == "rate":
+        return (sum(map(weight, events)) + 0.1) / (sum(map(weight, views)) + 1)
+    if aggregation == "last":
+        return events[-1].value if events else None
+    if aggregation == "since":
+        return (now_ms - events[-1].time_ms) / 1000 if events else None
+    if aggregation == "age":
+        return (now_ms - events[0].time_ms) / 1000 if events else 0.0
+    return sum(map(weight, events))
 
 
-def fields_of(counter: dict[str, Any]) -> list[str]:
+def entity_fields(counter: dict[str, Any]) -> list[str]:
     return [counter["entity"]] if isinstance(counter["entity"], str) else counter["entity"]
 
 
@@ -284,38 +320,44 @@ def signed_id(item: int) -> int:
     return item - (1 << 64) if item >= 1 << 63 else item
 
 
-def minutes(text: str) -> int:
-    """ms of "12m" or "1h"."""
+def duration_ms(text: str) -> int:
+    """Parse a duration such as "12m" or "1h"."""
     return int(text[:-1]) * (MINUTE if text[-1] == "m" else HOUR)
 
 
-def _known(s: Seen, entity: list[str]) -> bool:
-    return all(s.ids[f] for f in entity if f != "item")
+def has_all_ids(counted: CountedEvent, entity: list[str]) -> bool:
+    return all(counted.ids[f] for f in entity if f != "item")
 
 
-def asked_lists(seed: int, now_ms: int) -> list[List]:
-    """A list for every user on every page."""
+def request_lists(seed: int, now_ms: int) -> list[ShownList]:
+    """Build a request for every user on every page."""
     rng = random.Random(seed)
     categories = [rng.choice(CATEGORIES) for _ in ITEMS]
     return [
-        List("asked", user, 1 + user % 2, "app", page, list(ITEMS), categories, now_ms)
+        ShownList("asked", user, 1 + user % 2, "app", page, list(ITEMS), categories, now_ms)
         for user in USERS
         for page in PAGES
     ]
 
 
-def assert_is(schema: Schema, oracle: Oracle, counters: Counters, asked: List, now_ms: int) -> None:
-    """What the counters read is what the oracle says."""
-    fields = FieldReader(schema).from_values(asked.header, asked.ro, asked.nro, len(asked.items))
-    ro, nro = counters.read(asked.user, asked.items, now_ms, fields)
+def assert_counters_equal_oracle(
+    schema: Schema, oracle: Oracle, counters: Counters, request: ShownList, now_ms: int
+) -> None:
+    """Check that the counters of the request equal those of the oracle."""
+    fields = FieldReader(schema).from_values(request.header, request.ro, request.nro, len(request.items))
+    ro, nro = counters.read(request.user, request.items, now_ms, fields)
     for c in COUNTERS:
         if c["name"] in nro:
-            wanted = [oracle.of_candidate(c, asked, at, now_ms) for at in range(len(asked.items))]
-            expected = np.array([np.nan if x is None else x for x in wanted], np.float32)
-            np.testing.assert_allclose(nro[c["name"]], expected, rtol=2e-6, err_msg=f"{c['name']} of {asked}")
+            values = [
+                oracle.candidate_value(c, request, index, now_ms) for index in range(len(request.items))
+            ]
+            expected = np.array([np.nan if x is None else x for x in values], np.float32)
+            np.testing.assert_allclose(
+                nro[c["name"]], expected, rtol=2e-6, err_msg=f"{c['name']} of {request}"
+            )
         else:
-            expected_ro, got = oracle.of_request(c, asked, now_ms), ro.get(c["name"])
+            expected_ro, got = oracle.request_value(c, request, now_ms), ro.get(c["name"])
             if isinstance(expected_ro, float):
-                assert math.isclose(float(str(got)), expected_ro, rel_tol=2e-6), (c["name"], asked)
+                assert math.isclose(float(str(got)), expected_ro, rel_tol=2e-6), (c["name"], request)
             else:
-                assert got == expected_ro, (c["name"], asked)
+                assert got == expected_ro, (c["name"], request)

@@ -1,3 +1,5 @@
+"""`seed` loads many clicks into the counters at once. The result equals that of single clicks."""
+
 from __future__ import annotations
 
 import numpy as np

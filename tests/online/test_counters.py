@@ -1,4 +1,4 @@
-"""Online features against their definitions, and the same from memory, from bytes and over restarts."""
+"""Built-in online features equal their definitions. Storing and loading their state does not change a bit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_user_item_counters_follow_views_and_clicks() -> None:
     np.testing.assert_array_equal(nro["user_click_age_s"], np.array([1, np.nan, np.nan], np.float32))
     assert (ro["gap_s"], ro["history_len"]) == (2.0, 1.0)
     assert nro["in_last_list"].tolist() == [1, 0, 0]
-    assert counters.read(0, [9], T0)[1]["in_last_list"].tolist() == [0], "of nobody, nothing is known"
+    assert counters.read(0, [9], T0)[1]["in_last_list"].tolist() == [0], (
+        "without a user there is no last list"
+    )
     assert ro["history"] == {"ids": [9], "action": [signed(hash64("click"))], "time": [T0 + 2000]}
 
 
@@ -110,7 +112,7 @@ def test_every_online_name_of_the_schema_is_computed() -> None:
     counters.apply_impression(1, [1], T0)
     (ro, nro), (own_ro, own_nro) = counters.read(1, [1], T0), stateless_features(1, np.array([1]), T0)
     assert {*ro, *own_ro} == set(ONLINE["ro"]) and {*nro, *own_nro} == set(ONLINE["nro"])
-    assert not {*ro} & {*own_ro} and not {*nro} & {*own_nro}, "each is computed in one place"
+    assert not {*ro} & {*own_ro} and not {*nro} & {*own_nro}, "no name is computed in two places"
     assert all(column.dtype == np.float32 and column.shape == (1,) for column in nro.values())
 
 
@@ -145,7 +147,7 @@ def test_a_history_has_the_form_of_its_feature(feature: str, value: object) -> N
     assert encode_ro(schema, {"h": value})
 
 
-def test_a_users_table_keeps_the_rows_with_the_newest_events() -> None:
+def test_the_table_of_a_user_keeps_the_rows_with_the_newest_events() -> None:
     counters = Counters(Schema())
     counters.apply_impression(7, np.arange(1000, 1010), T0 + 50)
     counters.apply_engagement(7, 3, "click", 1.0, T0 + 60)
@@ -157,7 +159,7 @@ def test_a_users_table_keeps_the_rows_with_the_newest_events() -> None:
     assert MAX_TABLE_ROWS - 1 not in kept and 0 in kept
 
 
-def of(entity: str, *keys: int) -> Keys:
+def entity_keys(entity: str, *keys: int) -> Keys:
     return {entity: np.array([signed(key) for key in keys], dtype=np.int64)}
 
 
@@ -170,8 +172,8 @@ EVENT = st.tuples(
 
 
 def replay(counters: Counters, events: list[Any]) -> None:
-    for what, user, items, at in events:
-        if what == "view":
+    for kind, user, items, at in events:
+        if kind == "view":
             counters.apply_impression(user, items, T0 + at)
         else:
             counters.apply_engagement(user, items[0], "click", 1.0, T0 + at)
@@ -181,15 +183,15 @@ def replay(counters: Counters, events: list[Any]) -> None:
 @given(events=st.lists(EVENT, max_size=25), cut=st.integers(0, 25))
 def test_storing_and_loading_states_changes_no_bit(events: list[Any], cut: int) -> None:
     items = sorted({signed(i) for e in events for i in e[2]})
-    straight, first, second = Counters(Schema()), Counters(Schema()), Counters(Schema())
-    replay(straight, events)
+    uninterrupted, first, second = Counters(Schema()), Counters(Schema()), Counters(Schema())
+    replay(uninterrupted, events)
     replay(first, events[:cut])
-    everything = of("item", *items) | of("user", 1, 2, 3)
+    everything = entity_keys("item", *items) | entity_keys("user", 1, 2, 3)
     second.load(everything, first.dump(everything))
     replay(second, events[cut:])
-    assert second.dump(everything) == straight.dump(everything)
+    assert second.dump(everything) == uninterrupted.dump(everything)
     for user in range(4):
-        (ro, nro), (ro2, nro2) = (c.read(user, items, T0 + 101 * HOUR) for c in (straight, second))
+        (ro, nro), (ro2, nro2) = (c.read(user, items, T0 + 101 * HOUR) for c in (uninterrupted, second))
         assert ro == ro2
         assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
@@ -197,7 +199,7 @@ def test_storing_and_loading_states_changes_no_bit(events: list[Any], cut: int) 
 def test_more_items_than_the_initial_capacity_are_kept() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, list(range(500)), T0)
-    counters.load(of("item", *(10_000 + i for i in range(1000))), [None] * 1000)
+    counters.load(entity_keys("item", *(10_000 + i for i in range(1000))), [None] * 1000)
     assert counters.read(1, [0, 499, 10_999], T0)[1]["views_1h"].tolist() == [1, 1, 0]
 
 
@@ -240,5 +242,5 @@ def test_table_bytes_of_another_format_are_rejected(data: bytes) -> None:
 def test_a_user_without_a_stored_state_is_forgotten() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [5], T0)
-    counters.load(of("user", 1), [None])
-    assert counters.dump(of("user", 1)) == [None]
+    counters.load(entity_keys("user", 1), [None])
+    assert counters.dump(entity_keys("user", 1)) == [None]

@@ -1,4 +1,4 @@
-"""Declared counters: definitions, bytes, bounds, and errors in declarations."""
+"""Counters that a schema declares: their values, stored state, limits, and errors in declarations."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.online.counter_oracle import (
     COUNTERS,
     HOUR,
     T0,
-    List,
     Oracle,
-    asked_lists,
-    assert_is,
-    count,
+    ShownList,
+    apply_events,
+    assert_counters_equal_oracle,
     random_events,
-    schema_with,
+    request_lists,
+    schema_with_counters,
 )
 
-SCHEMA = schema_with(COUNTERS)
+SCHEMA = schema_with_counters(COUNTERS)
 
 
 @settings(deadline=None, max_examples=12)
@@ -41,29 +41,31 @@ def test_declared_counters_equal_their_definitions(seed: int, number: int, later
     events = random_events(seed, number)
     now_ms = events[-1].time_ms + later
     counters, oracle = Counters(SCHEMA), Oracle(events)
-    count(counters, FieldReader(SCHEMA), events)
-    for asked in asked_lists(seed, now_ms):
-        assert_is(SCHEMA, oracle, counters, asked, now_ms)
+    apply_events(counters, FieldReader(SCHEMA), events)
+    for request in request_lists(seed, now_ms):
+        assert_counters_equal_oracle(SCHEMA, oracle, counters, request, now_ms)
 
 
 @settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 1 << 30), cut=st.integers(0, 30))
 def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> None:
     events, reader = random_events(seed, 30), FieldReader(SCHEMA)
-    straight, store = Counters(SCHEMA), dict[tuple[str, int], bytes | None]()
-    count(straight, reader, events)
+    uninterrupted, store = Counters(SCHEMA), dict[tuple[str, int], bytes | None]()
+    apply_events(uninterrupted, reader, events)
     for event in events:
         fresh = Counters(SCHEMA)
-        keys = touched(fresh, reader, event, store)
+        keys = touched_keys(fresh, reader, event, store)
         load(fresh, keys, store)
-        count(fresh, reader, [event])
+        apply_events(fresh, reader, [event])
         store |= dict(zip(names(keys), fresh.dump(keys), strict=True))
     now_ms = events[-1].time_ms + cut * 60_000
-    for asked in asked_lists(seed, now_ms):
-        fields = reader.from_values(asked.header, asked.ro, asked.nro, len(asked.items))
+    for request in request_lists(seed, now_ms):
+        fields = reader.from_values(request.header, request.ro, request.nro, len(request.items))
         fresh = Counters(SCHEMA)
-        load(fresh, fresh.keys(asked.user, asked.items, now_ms, fields), store)
-        (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (straight, fresh))
+        load(fresh, fresh.keys(request.user, request.items, now_ms, fields), store)
+        (ro, nro), (ro2, nro2) = (
+            c.read(request.user, request.items, now_ms, fields) for c in (uninterrupted, fresh)
+        )
         assert ro == ro2
         assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
@@ -71,74 +73,87 @@ def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> No
 @settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 1 << 30), number=st.integers(1, 60), later=st.sampled_from([0, 1, 3 * HOUR]))
 def test_states_of_several_updaters_are_merged_to_those_of_one(seed: int, number: int, later: int) -> None:
-    """Each updater counts the events of some users. Sums are rounded differently, all else is equal."""
+    """Each updater counts the events of some users. Sums may be rounded differently; all other values are
+    equal."""
     events, reader = random_events(seed, number), FieldReader(SCHEMA)
     # A user's events have one Kafka key, and events of equal time have no order across partitions.
-    events = [event for event in events if by_user(event)]
+    events = [event for event in events if user_of(event)]
     events = list({event.time_ms: event for event in events}.values())
-    one, parts = Counters(SCHEMA), [Counters(SCHEMA) for _ in range(3)]
-    count(one, reader, events)
+    single_updater, parts = Counters(SCHEMA), [Counters(SCHEMA) for _ in range(3)]
+    apply_events(single_updater, reader, events)
     for n, part in enumerate(parts):
-        count(part, reader, [event for event in events if by_user(event) % len(parts) == n])
+        apply_events(part, reader, [event for event in events if user_of(event) % len(parts) == n])
     now_ms = T0 + 48 * HOUR + later
-    for asked in asked_lists(seed, now_ms):
-        fields = reader.from_values(asked.header, asked.ro, asked.nro, len(asked.items))
+    for request in request_lists(seed, now_ms):
+        fields = reader.from_values(request.header, request.ro, request.nro, len(request.items))
         merged = Counters(SCHEMA)
-        keys = merged.keys(asked.user, asked.items, now_ms, fields)
-        own = parts[asked.user % len(parts)]
+        keys = merged.keys(request.user, request.items, now_ms, fields)
+        own = parts[request.user % len(parts)]
         merged.load(keys, own.dump(keys))
         for part in parts:
             if part is not own:
                 merged.merge(shared_keys(keys), part.dump(shared_keys(keys)))
-        (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (one, merged))
+        (ro, nro), (ro2, nro2) = (
+            c.read(request.user, request.items, now_ms, fields) for c in (single_updater, merged)
+        )
         assert ro2 == {n: pytest.approx(v) if isinstance(v, float) else v for n, v in ro.items()}
         for name, value_n in nro.items():
             np.testing.assert_allclose(nro2[name], value_n, rtol=1e-6, err_msg=name)
 
 
-def by_user(event: Any) -> int:
-    return int((event if isinstance(event, List) else event.of).user)
+def user_of(event: Any) -> int:
+    return int((event if isinstance(event, ShownList) else event.shown_list).user)
 
 
 def names(keys: dict[str, np.ndarray]) -> list[tuple[str, int]]:
-    return [(name, key) for name, its in keys.items() for key in its.tolist()]
+    return [(name, key) for name, entity_keys in keys.items() for key in entity_keys.tolist()]
 
 
 def load(counters: Counters, keys: dict[str, np.ndarray], store: dict[tuple[str, int], bytes | None]) -> None:
     counters.load(keys, [store.get(name) for name in names(keys)])
 
 
-def touched(
+def touched_keys(
     counters: Counters, reader: FieldReader, event: Any, store: dict[tuple[str, int], bytes | None]
 ) -> dict[str, np.ndarray]:
-    if isinstance(event, List):
+    if isinstance(event, ShownList):
         fields = reader.from_values(event.header, event.ro, event.nro, len(event.items))
         return merge_keys([counters.keys(event.user, event.items, event.time_ms, fields, SHOWN)])
-    fields = reader.from_header(event.of.header)
+    fields = reader.from_header(event.shown_list.header)
     load(counters, counters.list_keys(fields), store)
     return counters.engagement_keys(
-        event.of.user, event.item, event.action, event.time_ms, fields
+        event.shown_list.user, event.item, event.action, event.time_ms, fields
     ) | counters.list_keys(fields)
 
 
 def test_a_window_expires_by_steps_and_counts_late_events_in_their_step() -> None:
-    schema = schema_with([{"name": "lately", "entity": "item", "event": "shown", "window": "12m"}])
+    schema = schema_with_counters([{"name": "lately", "entity": "item", "event": "shown", "window": "12m"}])
     counters, minute = Counters(schema), 60_000
     begin = T0 // (12 * minute) * 12 * minute
-    for at in (5, 0, 11, 11, 3):
-        counters.apply_impression(0, [1], begin + at * minute)
-    for now, expected in ((11, 5), (12, 4), (14, 4), (15, 3), (17, 2), (22, 2), (23, 0), (1000, 0), (4, 5)):
-        assert counters.read(0, [1], begin + now * minute)[1]["lately"].tolist() == [expected], now
+    for minute_offset in (5, 0, 11, 11, 3):
+        counters.apply_impression(0, [1], begin + minute_offset * minute)
+    for minutes, expected in (
+        (11, 5),
+        (12, 4),
+        (14, 4),
+        (15, 3),
+        (17, 2),
+        (22, 2),
+        (23, 0),
+        (1000, 0),
+        (4, 5),
+    ):
+        assert counters.read(0, [1], begin + minutes * minute)[1]["lately"].tolist() == [expected], minutes
     counters.apply_impression(0, [1], begin + 40 * minute)
     counters.apply_impression(0, [1], begin + 28 * minute)
     counters.apply_impression(0, [1], begin + 29 * minute)
     assert counters.read(0, [1], begin + 40 * minute)[1]["lately"].tolist() == [2], (
-        "older than the ring counts nowhere"
+        "an event older than the window is not counted"
     )
 
 
 def test_a_later_page_counts_by_the_fields_of_its_request() -> None:
-    schema = schema_with(
+    schema = schema_with_counters(
         [
             {"name": "here", "entity": ["page", "item"], "event": "click"},
             {"name": "seen", "entity": ["page", "item"], "event": "shown"},
@@ -154,14 +169,16 @@ def test_a_later_page_counts_by_the_fields_of_its_request() -> None:
     fields = reader.from_values(header, {"page": ["home"]}, {}, 3)
     nro = counters.read(5, [1, 2, 3], T0 + 4, fields)[1]
     assert nro["seen"].tolist() == [1, 1, 0]
-    assert nro["here"].tolist() == [0, 1, 1], "the page was known, also of an item that wasn't shown"
+    assert nro["here"].tolist() == [0, 1, 1], (
+        "the page is known from the list, even for an item that was not shown"
+    )
     assert np.isnan(counters.read(5, [1], T0 + 4, reader.from_values(header, {}, {}, 1))[1]["here"]).all(), (
-        "an unknown page is missing"
+        "without a page the counter is missing"
     )
 
 
 def test_engagements_of_a_forgotten_list_count_for_user_and_item_only() -> None:
-    schema = schema_with([{"name": "here", "entity": ["page", "item"], "event": "click"}])
+    schema = schema_with_counters([{"name": "here", "entity": ["page", "item"], "event": "click"}])
     counters, reader = Counters(schema), FieldReader(schema)
     header = (5, 1, "", "r1")
     counters.apply_impression(5, [1], T0, reader.from_values(header, {"page": ["home"]}, {}, 1))
@@ -180,7 +197,7 @@ def test_a_retried_engagement_counts_once_for_every_counter() -> None:
 
 def test_a_rate_with_a_prior_counts_ten_views_in_advance() -> None:
     rate = {"name": "often", "entity": ["item"], "event": "click", "aggregation": "rate"}
-    counters = Counters(schema_with([{**rate, "prior": 0.2}]))
+    counters = Counters(schema_with_counters([{**rate, "prior": 0.2}]))
     counters.apply_impression(5, [1, 2], T0)
     counters.apply_engagement(5, 1, "click", 1.0, T0 + 1)
     often_n = counters.read(5, [1, 2, 3], T0 + 2)[1]["often"]
@@ -192,13 +209,13 @@ def test_blocks_and_values_have_the_same_fields() -> None:
 
     reader, header = FieldReader(SCHEMA), (5, 2, "app", "r1")
     ro, nro = {"page": ["home", 9]}, {"category": [["shoes"], None, [4]], "item": [[1], [2], [3]]}
-    given = reader.from_values(header, ro, nro, 3)
-    logged = reader.from_blocks(
+    value_fields = reader.from_values(header, ro, nro, 3)
+    block_fields = reader.from_blocks(
         header, encode_ro(SCHEMA, ro), encode_nro(SCHEMA, nro, 3), 3, SCHEMA.fingerprint
     )
-    assert logged.request == given.request and logged.list_id == given.list_id != 0
-    assert logged.candidate["category"].tolist() == given.candidate["category"].tolist()
-    assert given.candidate["category"].tolist()[1:] == [0, 4]
+    assert block_fields.request == value_fields.request and block_fields.list_id == value_fields.list_id != 0
+    assert block_fields.candidate["category"].tolist() == value_fields.candidate["category"].tolist()
+    assert value_fields.candidate["category"].tolist()[1:] == [0, 4]
     for ro_bytes, nro_bytes, fingerprint in ((b"\x09", b"\x09", SCHEMA.fingerprint), (b"", b"", 1)):
         unknown = reader.from_blocks(header, ro_bytes, nro_bytes, 3, fingerprint)
         assert unknown.request["page"] == 0 and unknown.candidate["category"].tolist() == [0, 0, 0]
@@ -231,14 +248,14 @@ def test_an_added_counter_starts_at_zero_and_keeps_the_others() -> None:
     ]
     after = [before[1], {"name": "b", "entity": "user", "event": "order", "aggregation": "history"}]
     after.append({"name": "d", "entity": "item", "event": "order", "window": "1h"})
-    old, new = Counters(schema_with(before)), Counters(schema_with(after))
+    old, new = Counters(schema_with_counters(before)), Counters(schema_with_counters(after))
     keys = {"item": np.array([6]), "user": np.array([5])}
     old.apply_impression(5, [6], T0)
     old.apply_engagement(5, 6, "order", 1.0, T0 + 1)
     new.load(keys, old.dump(keys))
     ro, nro = new.read(5, [6], T0 + 1)
     assert nro["c"].tolist() == [1] and nro["views_1h"][0] > 0.99 and nro["d"].tolist() == [0]
-    assert ro["b"] == [6], "every counted action's history is kept: it tells a retry"
+    assert ro["b"] == [6], "the history of every counted action is stored, because it identifies retries"
 
 
 @pytest.mark.parametrize("data", [b"", b"\x02" + bytes(20), b"\x01" + bytes(3)])
@@ -252,7 +269,7 @@ def test_list_fields_written_for_other_counters_are_ignored() -> None:
     fields = reader.from_values((5, 1, "", "r"), {"page": [3]}, {"category": [[4]]}, 1)
     counters.apply_impression(5, [1], T0, fields)
     keys = counters.list_keys(fields)
-    other = Counters(schema_with([{"name": "x", "entity": ["page", "item"], "event": "click"}]))
+    other = Counters(schema_with_counters([{"name": "x", "entity": ["page", "item"], "event": "click"}]))
     other.load(keys, counters.dump(keys))
     assert other.dump(keys) == [None] and list(keys) == [LISTS]
 
@@ -275,14 +292,14 @@ def test_no_state_is_larger_than_its_layout_allows() -> None:
     for name in ("user", "session"):
         key = 5 if name == "user" else 1
         (state,) = counters.dump({name: np.array([key])})
-        most = counters.plan.state_layouts[name].max_bytes
-        assert state is not None and 0.4 * most < len(state) <= most
+        max_bytes = counters.plan.state_layouts[name].max_bytes
+        assert state is not None and 0.4 * max_bytes < len(state) <= max_bytes
 
 
 def test_a_declaration_survives_writing_and_changes_no_fingerprint(tmp_path: Any) -> None:
     (tmp_path / "s.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
     assert load_schema(tmp_path / "s.toml") == SCHEMA
-    faster = schema_with([{**COUNTERS[0], "half_life": "10m"}, *COUNTERS[1:]])
+    faster = schema_with_counters([{**COUNTERS[0], "half_life": "10m"}, *COUNTERS[1:]])
     assert faster.fingerprint == SCHEMA.fingerprint
 
 

@@ -1,4 +1,5 @@
-"""The contract of every dataset of the table, and of one more."""
+"""Every module in the table of datasets has options and an `open` function. A dataset can be added by a
+module and a row of that table."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ def test_every_row_names_a_module_with_options_and_open(name: str) -> None:
     module = load_dataset(name)
     assert issubclass(module.Options, DatasetOptions) and callable(module.open)
     fields = [f for f in dataclasses.fields(module.Options)]
-    assert fields and all(f.metadata["help"] for f in fields), "every flag has a help"
+    assert fields and all(f.metadata["help"] for f in fields), "every flag must have a help text"
     replay = {f.name for f in dataclasses.fields(ReplayConfig)}
-    assert not replay & {f.name for f in fields}, "a flag of every replay and of this dataset"
+    assert not replay & {f.name for f in fields}, "no flag may belong to both the replay and the dataset"
 
 
 def test_an_unknown_dataset_is_reported_with_the_nearest() -> None:
@@ -72,10 +73,10 @@ def test_another_dataset_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pyte
     assert len(impressions) == log.num_requests == 3 and log.skipped() == (0, ())
 
 
-def test_files_are_looked_for_when_settings_are_made(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.write_bytes(b"x")
-    check_files("log", (str(there),), needed=True)
+def test_missing_files_are_reported_when_settings_are_checked(tmp_path: Path) -> None:
+    existing_file = tmp_path / "there"
+    existing_file.write_bytes(b"x")
+    check_files("log", (str(existing_file),), needed=True)
     check_files("log", (), needed=False)
     with pytest.raises(ConfigError, match="key 'log': expected at least one file"):
         check_files("log", (), needed=True)

@@ -1,4 +1,4 @@
-"""Actions made later than a log says."""
+"""`delay_actions` moves the actions of a log to later times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEAN_MS, WINDOW_MS = 300_000, 1_800_000
 
 
 def log(num_requests: int) -> list[Event]:
-    """A request every 100 s, clicked after 1 s and read after 1 min."""
+    """Build a log with a request every 100 s, a click 1 s after it and a read 1 min after it."""
     out: list[Event] = []
     for n in range(num_requests):
         time_ms, name = 100_000 * n, f"r{n}"
@@ -31,7 +31,7 @@ def test_events_stay_in_time_order_and_none_is_lost() -> None:
     assert sorted(e.event_id for e in out if isinstance(e, Action)) == list(range(400))
 
 
-def test_a_request_s_actions_share_a_delay_and_stay_within_the_window() -> None:
+def test_actions_of_a_request_have_one_delay_and_stay_within_the_window() -> None:
     out = [e for e in delay_actions(log(200), MEAN_MS, WINDOW_MS) if isinstance(e, Action)]
     for click, read in (
         (c, r) for c in out for r in out if c.event_id % 2 == 0 and r.event_id == c.event_id + 1

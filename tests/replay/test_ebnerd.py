@@ -1,3 +1,5 @@
+"""Replaying EB-NeRD: its behavior and history files become requests, clicks and reads."""
+
 from __future__ import annotations
 
 import datetime
@@ -23,24 +25,24 @@ DAY = datetime.datetime(2023, 5, 18, 7)
 WINDOW_MS = 1_800_000
 
 
-def at(seconds: float) -> datetime.datetime:
+def time_after(seconds: float) -> datetime.datetime:
     return DAY + datetime.timedelta(seconds=seconds)
 
 
-def at_ms(seconds: float) -> int:
-    return round(at(seconds).replace(tzinfo=datetime.UTC).timestamp() * 1000)
+def time_ms_after(seconds: float) -> int:
+    return round(time_after(seconds).replace(tzinfo=datetime.UTC).timestamp() * 1000)
 
 
-def row(number: int, seconds: float, shown: list[int], clicked: list[int], **more: Any) -> dict[str, Any]:
+def row(number: int, seconds: float, shown: list[int], clicked: list[int], **columns: Any) -> dict[str, Any]:
     base = {
         "impression_id": number,
-        "impression_time": at(seconds),
+        "impression_time": time_after(seconds),
         "user_id": 7,
         "session_id": 70,
         "article_ids_inview": shown,
         "article_ids_clicked": clicked,
     }
-    return base | more
+    return base | columns
 
 
 def write(path: Path, rows: list[dict[str, Any]], **types: pa.DataType) -> str:
@@ -78,24 +80,26 @@ def test_several_files_are_merged_by_time(tmp_path: Path) -> None:
 def test_a_click_is_a_second_after_the_request_and_every_click_is_an_event(tmp_path: Path) -> None:
     path = write(tmp_path / "b.parquet", [row(1, 0, [1, 2], [2, 1, 2])])
     clicks = [e for e in ebnerd.events([path], schema(), WINDOW_MS) if isinstance(e, Action)]
-    assert [(c.action, c.item_id, c.time_ms) for c in clicks] == [("click", i, at_ms(1)) for i in (2, 1, 2)]
+    assert [(c.action, c.item_id, c.time_ms) for c in clicks] == [
+        ("click", i, time_ms_after(1)) for i in (2, 1, 2)
+    ]
     assert len({c.event_id for c in clicks}) == 3
 
 
 @pytest.mark.parametrize(
-    ("read_s", "end_s", "why"),
+    ("read_s", "end_s", "reason"),
     [
         (40.0, 41.0, "reading begins with the click"),
-        (0.0, 1.0, "a glance"),
-        (9999.0, 1800.0, "who reads beyond the join window is counted at its end, with all the seconds"),
+        (0.0, 1.0, "a read of 0 s ends with the click"),
+        (9999.0, 1800.0, "a longer read ends with the join window and keeps its duration"),
     ],
 )
-def test_a_read_ends_within_the_window(tmp_path: Path, read_s: float, end_s: float, why: str) -> None:
+def test_a_read_ends_within_the_window(tmp_path: Path, read_s: float, end_s: float, reason: str) -> None:
     path = write(tmp_path / "b.parquet", [row(1, 0, [1, 2], [2], next_read_time=read_s)])
     (read,) = [
         e for e in ebnerd.events([path], schema(), WINDOW_MS) if isinstance(e, Action) and e.action == "read"
     ]
-    assert (read.item_id, read.value, read.time_ms) == (2, read_s, at_ms(end_s)), why
+    assert (read.item_id, read.value, read.time_ms) == (2, read_s, time_ms_after(end_s)), reason
 
 
 def test_requests_carry_the_declared_features_only(tmp_path: Path) -> None:
@@ -122,18 +126,22 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
 
 def test_histories_come_in_time_order_over_all_users(tmp_path: Path) -> None:
     rows = [
-        {"user_id": 1, "article_id_fixed": [10, 11], "impression_time_fixed": [at(-90), at(-10)]},
-        {"user_id": 2, "article_id_fixed": [20], "impression_time_fixed": [at(-50)]},
+        {
+            "user_id": 1,
+            "article_id_fixed": [10, 11],
+            "impression_time_fixed": [time_after(-90), time_after(-10)],
+        },
+        {"user_id": 2, "article_id_fixed": [20], "impression_time_fixed": [time_after(-50)]},
         {"user_id": 3, "article_id_fixed": [], "impression_time_fixed": []},
     ]
     path = write(tmp_path / "h.parquet", rows)
     clicks = list(zip(*(column.tolist() for column in ebnerd.histories([path])), strict=True))
-    assert clicks == [(1, 10, at_ms(-90)), (2, 20, at_ms(-50)), (1, 11, at_ms(-10))]
+    assert clicks == [(1, 10, time_ms_after(-90)), (2, 20, time_ms_after(-50)), (1, 11, time_ms_after(-10))]
     assert [len(column) for column in ebnerd.histories([])] == [0, 0, 0]
 
 
-def test_a_history_file_from_the_future_is_used_only_in_time(tmp_path: Path) -> None:
-    """The log's own click is in the history again: once, at its time. Another is in the history only."""
+def test_clicks_of_a_history_file_count_from_their_own_time(tmp_path: Path) -> None:
+    """The history file contains a click of the log, which counts once, and a click that is not in the log."""
     shown = [
         row(1, 0, [7, 8, 9], []),
         row(2, 2, [7, 8, 9], [7]),
@@ -142,28 +150,33 @@ def test_a_history_file_from_the_future_is_used_only_in_time(tmp_path: Path) -> 
     ]
     behaviors = write(tmp_path / "b.parquet", shown)
     user = shown[0]["user_id"]
-    told = {
+    history_row = {
         "user_id": user,
         "article_id_fixed": [5, 7, 7, 9],
-        "impression_time_fixed": [at(-5), at(-1), at(2), at(4)],
+        "impression_time_fixed": [time_after(-5), time_after(-1), time_after(2), time_after(4)],
     }
-    history = write(tmp_path / "h.parquet", [told])
+    history = write(tmp_path / "h.parquet", [history_row])
     document = {
         "tables": {"item": {"dim": 4}},
         "ro": [{"name": "past", "kind": "ids", "table": "item", "online": "history"}],
         "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "clicks", "online": "clicks_24h"}],
         "label": [{"name": "click", "action": "click"}],
     }
-    own = schema_from_dict(document)
+    schema_with_history = schema_from_dict(document)
     config = ReplayConfig(
         dataset="ebnerd", options=ebnerd.Options(behaviors=(behaviors,), history=(history,)), schema=__file__
     )
-    log, seen = open_log(config, own), []
+    log, seen = open_log(config, schema_with_history), []
     for record in log.records:
         message = wire.decode(record.value)[1]
         if isinstance(message, pb.Impression):
-            clicks = decode_block(own, "nro", message.nro, 3)["clicks"]
-            seen.append((decode_block(own, "ro", message.ro, 1)["past"], [round(float(c)) for c in clicks]))
+            clicks = decode_block(schema_with_history, "nro", message.nro, 3)["clicks"]
+            seen.append(
+                (
+                    decode_block(schema_with_history, "ro", message.ro, 1)["past"],
+                    [round(float(c)) for c in clicks],
+                )
+            )
     assert seen == [
         ([7, 5], [1, 0, 0]),
         ([7, 5], [1, 0, 0]),
@@ -173,15 +186,22 @@ def test_a_history_file_from_the_future_is_used_only_in_time(tmp_path: Path) -> 
     assert log.profile.report()["clicks_elsewhere"] == {"before": 2, "within": 1}
 
 
-def test_files_without_a_request_say_nothing_about_a_history(tmp_path: Path) -> None:
+def test_files_without_a_request_do_not_change_the_history(tmp_path: Path) -> None:
     none = str(tmp_path / "none.parquet")
     some = write(tmp_path / "some.parquet", [row(1, 10, [1], [1])])
     pq.write_table(pq.read_table(some).slice(0, 0), none)
-    told = {"user_id": 7, "article_id_fixed": [1, 1], "impression_time_fixed": [at(-5), at(20)]}
-    clicks = ebnerd.histories([write(tmp_path / "h.parquet", [told])])
-    assert ebnerd.without_logged_clicks(clicks, [none]).time_ms_N.tolist() == [at_ms(-5), at_ms(20)]
-    assert ebnerd.without_logged_clicks(clicks, [none, some]).time_ms_N.tolist() == [at_ms(-5)], (
-        "that from before the log stays"
+    history_row = {
+        "user_id": 7,
+        "article_id_fixed": [1, 1],
+        "impression_time_fixed": [time_after(-5), time_after(20)],
+    }
+    clicks = ebnerd.histories([write(tmp_path / "h.parquet", [history_row])])
+    assert ebnerd.without_logged_clicks(clicks, [none]).time_ms_N.tolist() == [
+        time_ms_after(-5),
+        time_ms_after(20),
+    ]
+    assert ebnerd.without_logged_clicks(clicks, [none, some]).time_ms_N.tolist() == [time_ms_after(-5)], (
+        "a click from before the log stays"
     )
 
 
@@ -208,7 +228,8 @@ def test_other_files_are_rejected_with_file_and_column(tmp_path: Path) -> None:
 
 def test_uneven_histories_are_rejected(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "h.parquet", [{"user_id": 1, "article_id_fixed": [1, 2], "impression_time_fixed": [at(0)]}]
+        tmp_path / "h.parquet",
+        [{"user_id": 1, "article_id_fixed": [1, 2], "impression_time_fixed": [time_after(0)]}],
     )
     with pytest.raises(ConfigError, match="expected"):
         ebnerd.histories([path])

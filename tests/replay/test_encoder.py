@@ -1,3 +1,6 @@
+"""`ReplayEncoder` turns events of a log into Kafka records and computes online features from earlier
+events."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -39,8 +42,8 @@ SCHEMA = schema_from_dict(
 )
 
 
-def request(number: int, seconds: float, items: tuple[int, ...] = (1, 2), **more: object) -> Request:
-    return Request(f"r{number}", 5, 0, T0 + round(seconds * 1000), np.array(items, dtype=np.int64), **more)  # type: ignore[arg-type]
+def request(number: int, seconds: float, items: tuple[int, ...] = (1, 2), **fields: object) -> Request:
+    return Request(f"r{number}", 5, 0, T0 + round(seconds * 1000), np.array(items, dtype=np.int64), **fields)  # type: ignore[arg-type]
 
 
 def click(number: int, seconds: float, item: int = 1) -> Action:
@@ -60,44 +63,44 @@ def features(record: Record) -> tuple[dict, dict]:
     )
 
 
-def test_features_are_of_the_events_before_the_request_and_never_of_itself() -> None:
-    edge = ReplayEncoder(SCHEMA)
-    ro, nro = features(edge.record(request(1, 0)))
+def test_features_include_events_before_the_request_but_not_the_request() -> None:
+    encoder = ReplayEncoder(SCHEMA)
+    ro, nro = features(encoder.record(request(1, 0)))
     assert ro == {"past": {"item": [], "time": []}} and nro["views"].tolist() == [0, 0]
-    edge.record(click(1, 1))
-    ro, nro = features(edge.record(request(2, 1, (1, 3))))
+    encoder.record(click(1, 1))
+    ro, nro = features(encoder.record(request(2, 1, (1, 3))))
     assert ro["gap"] == 1.0 and ro["past"] == {"item": [1], "time": [T0 + 1000]}
     assert nro["views"] == pytest.approx([1, 0], rel=1e-3)
     assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3)
 
 
 def test_requests_of_the_same_moment_see_each_other_in_order() -> None:
-    edge = ReplayEncoder(SCHEMA)
-    edge.record(request(1, 0))
-    assert features(edge.record(request(2, 0)))[1]["views"].tolist() == [1, 1]
+    encoder = ReplayEncoder(SCHEMA)
+    encoder.record(request(1, 0))
+    assert features(encoder.record(request(2, 0)))[1]["views"].tolist() == [1, 1]
 
 
 def test_a_label_delay_hides_newer_engagements_but_no_requests() -> None:
-    edge = ReplayEncoder(SCHEMA, label_delay_ms=60_000)
-    edge.record(request(1, 0))
-    edge.record(click(1, 1))
-    _, nro = features(edge.record(request(2, 60.999)))
+    encoder = ReplayEncoder(SCHEMA, label_delay_ms=60_000)
+    encoder.record(request(1, 0))
+    encoder.record(click(1, 1))
+    _, nro = features(encoder.record(request(2, 60.999)))
     assert nro["views"] == pytest.approx([1, 1], rel=1e-2) and nro["clicks"].tolist() == [0, 0]
-    assert features(edge.record(request(3, 61)))[1]["clicks"] == pytest.approx([1, 0], rel=1e-2)
+    assert features(encoder.record(request(3, 61)))[1]["clicks"] == pytest.approx([1, 0], rel=1e-2)
 
 
-def test_frozen_counters_stand_still_from_the_freeze_on() -> None:
-    edge = ReplayEncoder(SCHEMA, freeze_at_ms=T0 + 10_000)
+def test_frozen_counters_do_not_change_after_the_freeze() -> None:
+    encoder = ReplayEncoder(SCHEMA, freeze_at_ms=T0 + 10_000)
     for event in (request(1, 0), click(1, 9.999), request(2, 10), click(2, 11)):
-        edge.record(event)
-    _, nro = features(edge.record(request(3, 20)))
+        encoder.record(event)
+    _, nro = features(encoder.record(request(3, 20)))
     assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3)
     assert nro["views"] == pytest.approx([1, 1], rel=1e-3)
 
 
 def test_values_of_the_log_replace_counted_ones() -> None:
-    given = request(1, 0, ro={"basket": 2.0, "gap": 9.0}, nro={"views": [7.0, 8.0], "price": [1.5, None]})
-    ro, nro = features(ReplayEncoder(SCHEMA).record(given))
+    logged = request(1, 0, ro={"basket": 2.0, "gap": 9.0}, nro={"views": [7.0, 8.0], "price": [1.5, None]})
+    ro, nro = features(ReplayEncoder(SCHEMA).record(logged))
     assert ro["basket"] == 2.0 and ro["gap"] == 9.0
     assert nro["views"].tolist() == [7, 8] and nro["price"][0] == 1.5 and np.isnan(nro["price"][1])
     assert nro["item"] == [[1], [2]]
@@ -108,8 +111,8 @@ def test_a_page_that_only_adds_candidates_has_no_request_features() -> None:
 
 
 def test_records_carry_topic_key_and_event_time() -> None:
-    edge = ReplayEncoder(SCHEMA)
-    shown, clicked = edge.record(request(1, 0)), edge.record(click(1, 2))
+    encoder = ReplayEncoder(SCHEMA)
+    shown, clicked = encoder.record(request(1, 0)), encoder.record(click(1, 2))
     assert (shown.topic, clicked.topic) == (IMPRESSIONS, ENGAGEMENTS)
     assert shown.key == clicked.key == (5).to_bytes(8, "little") and shown.partition == clicked.partition
     assert (shown.timestamp_ms, clicked.timestamp_ms) == (T0, T0 + 2000)
@@ -119,30 +122,30 @@ def test_records_carry_topic_key_and_event_time() -> None:
     assert message.header.schema == SCHEMA.fingerprint
 
 
-def of_elsewhere(*clicks: tuple[int, int, float]) -> Clicks:
-    """(user, item, seconds) each."""
+def make_clicks(*clicks: tuple[int, int, float]) -> Clicks:
+    """Build clicks from tuples of (user, item, seconds after T0)."""
     rows_N3 = np.array([(user, item, T0 + round(at_s * 1000)) for user, item, at_s in clicks], dtype=np.int64)
     return Clicks(*rows_N3.T)
 
 
 def test_an_unlogged_click_counts_from_its_own_time_on() -> None:
-    edge = ReplayEncoder(SCHEMA)
-    edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (6, 1, 2), (5, 9, 3)))
+    encoder = ReplayEncoder(SCHEMA)
+    encoder.add_unlogged_clicks(make_clicks((5, 8, 1), (6, 1, 2), (5, 9, 3)))
     assert [
-        features(edge.record(request(n, at)))[0]["past"]["item"] for n, at in enumerate((0.9, 1, 2.9, 3))
+        features(encoder.record(request(n, at)))[0]["past"]["item"] for n, at in enumerate((0.9, 1, 2.9, 3))
     ] == [[], [8], [8], [9, 8]]
-    _, nro = features(edge.record(request(4, 4)))
+    _, nro = features(encoder.record(request(4, 4)))
     assert nro["clicks"][0] == pytest.approx(1, abs=1e-3)
-    assert nro["clicks"][1] == 0, "another user's click is the item's"
+    assert nro["clicks"][1] == 0, "clicks of other users count for the item, but item 2 has none"
 
 
-def test_an_unlogged_click_is_delayed_too_and_precedes_the_logs_clicks_of_its_time() -> None:
-    edge = ReplayEncoder(SCHEMA, label_delay_ms=5000)
-    edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (5, 9, 100)))
-    edge.record(request(1, 0))
-    edge.record(click(1, 1, item=2))
-    assert features(edge.record(request(2, 5.9)))[0]["past"]["item"] == []
-    assert features(edge.record(request(3, 6)))[0]["past"]["item"] == [2, 8]
+def test_unlogged_clicks_are_delayed_and_precede_logged_clicks_of_the_same_time() -> None:
+    encoder = ReplayEncoder(SCHEMA, label_delay_ms=5000)
+    encoder.add_unlogged_clicks(make_clicks((5, 8, 1), (5, 9, 100)))
+    encoder.record(request(1, 0))
+    encoder.record(click(1, 1, item=2))
+    assert features(encoder.record(request(2, 5.9)))[0]["past"]["item"] == []
+    assert features(encoder.record(request(3, 6)))[0]["past"]["item"] == [2, 8]
     frozen = ReplayEncoder(SCHEMA, freeze_at_ms=T0 + 2000)
-    frozen.add_unlogged_clicks(of_elsewhere((5, 8, 1.9), (5, 9, 2)))
+    frozen.add_unlogged_clicks(make_clicks((5, 8, 1.9), (5, 9, 2)))
     assert features(frozen.record(request(1, 50)))[0]["past"]["item"] == [8]

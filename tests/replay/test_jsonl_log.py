@@ -1,3 +1,6 @@
+"""Reading logs of JSON lines: their order, equivalent forms, compression, and errors that name file and
+line."""
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -59,7 +62,7 @@ def log_of(path: Path, *lines: object) -> list[Event]:
     return events_of(write(path, *lines))
 
 
-def test_lines_are_replayed_by_time_whatever_their_order_and_file(tmp_path: Path) -> None:
+def test_lines_of_all_files_are_replayed_in_time_order(tmp_path: Path) -> None:
     one = write(
         tmp_path / "one", ENGAGEMENT, IMPRESSION | {"time": T0 + 2000, "request_id": "late"}, "", IMPRESSION
     )
@@ -78,7 +81,7 @@ def test_an_impression_comes_before_an_engagement_of_the_same_time(tmp_path: Pat
     assert isinstance(events[0], Request) and isinstance(events[1], Action)
 
 
-def test_rows_and_columns_of_candidates_say_the_same(tmp_path: Path) -> None:
+def test_candidates_as_rows_and_as_columns_are_equivalent(tmp_path: Path) -> None:
     rows = [{"item_id": "a", "item": "a", "price": 2.0}, {"item_id": "b", "item": "b"}]
     columns = {"item_id": ["a", "b"], "item": ["a", "b"], "price": [2.0, None]}
     nested = [
@@ -93,7 +96,7 @@ def test_rows_and_columns_of_candidates_say_the_same(tmp_path: Path) -> None:
         assert request.nro == {"item": ["a", "b"], "price": [2.0, None]}
 
 
-def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a_given_id_wins(
+def test_event_ids_are_equal_for_equal_lines_only_unless_the_line_has_an_id(
     tmp_path: Path,
 ) -> None:
     changes: list[dict[str, Any]] = [
@@ -107,8 +110,8 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
     lines = [ENGAGEMENT | change for change in changes]
     ids = [e.event_id for e in log_of(tmp_path / "log", *lines, *lines) if isinstance(e, Action)]
     assert len(ids) == 2 * len(changes) and len(set(ids)) == len(changes)
-    (given,) = log_of(tmp_path / "log", ENGAGEMENT | {"event_id": "e1"})
-    assert isinstance(given, Action) and given.event_id == hash64("e1")
+    (engagement,) = log_of(tmp_path / "log", ENGAGEMENT | {"event_id": "e1"})
+    assert isinstance(engagement, Action) and engagement.event_id == hash64("e1")
 
 
 @pytest.mark.parametrize(
@@ -163,19 +166,19 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
         ),
     ],
 )
-def test_a_bad_line_is_reported_with_its_place_or_skipped_and_counted(
+def test_an_invalid_line_is_reported_with_its_number_or_skipped_and_counted(
     tmp_path: Path, line: object, message: str
 ) -> None:
     with pytest.raises(LogError, match=message):
         log_of(tmp_path / "log", IMPRESSION, line)
-    patient = LogLineReader(SCHEMA, skip_bad=True)
-    log = JsonlLog([write(tmp_path / "log", IMPRESSION, line, ENGAGEMENT)], patient).open()
+    skipping_reader = LogLineReader(SCHEMA, skip_bad=True)
+    log = JsonlLog([write(tmp_path / "log", IMPRESSION, line, ENGAGEMENT)], skipping_reader).open()
     assert len(list(log.events)) == 2
     count, first = log.skipped()
     assert count == 1 and "log:2: " in first[0]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_log(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "log"
     write(path, IMPRESSION, ENGAGEMENT)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -192,9 +195,7 @@ def test_a_byte_order_mark_is_no_part_of_the_log(tmp_path: Path) -> None:
         (b'{\n "type": "impression"}', r"log:1: expected a whole object.*`jq -c \."),
     ],
 )
-def test_a_line_that_is_no_json_is_reported_with_what_stands_there(
-    tmp_path: Path, line: bytes, message: str
-) -> None:
+def test_a_line_that_is_not_json_is_reported_with_its_text(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "log"
     path.write_bytes(line + b"\n")
     with pytest.raises(LogError, match=message):
@@ -206,7 +207,7 @@ def test_an_absent_log_is_reported(tmp_path: Path) -> None:
         events_of(str(tmp_path / "none.jsonl"))
 
 
-def test_a_log_knows_its_impressions_before_it_is_read(tmp_path: Path) -> None:
+def test_the_number_of_requests_is_known_before_events_are_read(tmp_path: Path) -> None:
     log = JsonlLog(
         [write(tmp_path / "log", ENGAGEMENT, IMPRESSION, IMPRESSION | {"time": T0 + 9})],
         LogLineReader(SCHEMA),
@@ -215,27 +216,27 @@ def test_a_log_knows_its_impressions_before_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_packed_log_is_the_same_log_and_a_damaged_one_is_reported(tmp_path: Path, suffix: str) -> None:
+def test_a_compressed_log_is_read_and_a_damaged_one_is_reported(tmp_path: Path, suffix: str) -> None:
     plain = Path(write(tmp_path / "log", ENGAGEMENT, IMPRESSION)).read_bytes()
     data = gzip.compress(plain) if suffix == ".gz" else zstandard.compress(plain)
-    packed = tmp_path / f"log.jsonl{suffix}"
-    packed.write_bytes(data)
-    assert [type(e) for e in events_of(str(packed))] == [Request, Action]
+    compressed = tmp_path / f"log.jsonl{suffix}"
+    compressed.write_bytes(data)
+    assert [type(e) for e in events_of(str(compressed))] == [Request, Action]
     for damaged in (data[:-9], b"no such thing" * 9):
-        packed.write_bytes(damaged)
+        compressed.write_bytes(damaged)
         with pytest.raises((ConfigError, LogError), match=r"log.jsonl\.(gz|zst)"):
-            events_of(str(packed))
+            events_of(str(compressed))
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
-def test_a_packed_log_whose_name_does_not_say_so_is_named(tmp_path: Path, pack: Any) -> None:
+def test_a_compressed_log_without_the_suffix_is_reported(tmp_path: Path, pack: Any) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(pack(json.dumps(IMPRESSION).encode()))
     with pytest.raises(ConfigError, match=r"log.jsonl: .*end in \.(gz|zst)"):
         events_of(str(path))
 
 
-def test_a_log_may_come_through_a_pipe(tmp_path: Path) -> None:
+def test_a_log_may_be_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     text = json.dumps(ENGAGEMENT) + "\n" + json.dumps(IMPRESSION) + "\n"

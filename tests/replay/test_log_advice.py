@@ -1,4 +1,5 @@
-"""Mistakes that nothing refuses: each is told in one sentence, and a log without them is told nothing."""
+"""Advice about mistakes in a log or schema that are no errors. Each mistake gives one sentence, and a log
+without mistakes gives none."""
 
 from __future__ import annotations
 
@@ -28,21 +29,23 @@ def events(action: str = "click", user: int = 5) -> list[Event]:
     return [shown[0], Action("r0", user, 0, T0 + 1, 1, 1, action), *shown[1:]]
 
 
-def survey_of(schema: Schema, log: list[Event]) -> LogProfile:
+def profile_of(schema: Schema, log: list[Event]) -> LogProfile:
     profile = LogProfile(schema)
-    edge = ReplayEncoder(schema, profile=profile)
+    encoder = ReplayEncoder(schema, profile=profile)
     for event in log:
-        edge.record(event)
+        encoder.record(event)
     return profile
 
 
-def told(change: dict[str, Any], log: list[Event], positives: dict[str, int] | None = None) -> list[str]:
+def advice_for(
+    change: dict[str, Any], log: list[Event], positives: dict[str, int] | None = None
+) -> list[str]:
     schema = schema_from_dict(RAW | change)
-    return advice(schema, survey_of(schema, log), positives)
+    return advice(schema, profile_of(schema, log), positives)
 
 
 def test_a_log_that_fits_its_schema_has_no_advice() -> None:
-    assert told({}, events(), {"click": 1}) == []
+    assert advice_for({}, events(), {"click": 1}) == []
 
 
 CASES: list[tuple[dict[str, Any], list[Event], str]] = [
@@ -73,12 +76,12 @@ CASES: list[tuple[dict[str, Any], list[Event], str]] = [
 def test_each_mistake_is_reported_in_a_sentence(
     change: dict[str, Any], log: list[Event], sentence: str
 ) -> None:
-    assert any(sentence in text for text in told(change, log)), told(change, log)
+    assert any(sentence in text for text in advice_for(change, log)), advice_for(change, log)
 
 
 def test_a_label_that_was_never_positive_is_reported_when_the_log_is_joined() -> None:
-    assert told({}, events()) == []
-    (sentence,) = told({}, events(), {"click": 0})
+    assert advice_for({}, events()) == []
+    (sentence,) = advice_for({}, events(), {"click": 0})
     assert "label 'click' was never positive, though the log has action 'click'" in sentence
 
 
@@ -87,12 +90,12 @@ def test_a_prior_far_from_the_log_is_reported() -> None:
         Request(f"r{n}", 5, 0, T0 + n, np.arange(1, 101), ro={"hour": 1.0}) for n in range(20)
     ]
     log.append(Action("r0", 5, 0, T0 + 50, 1, 1, "click"))
-    (sentence,) = told({}, log, {"click": 7})
+    (sentence,) = advice_for({}, log, {"click": 7})
     assert "positive for 0.0035 of the candidates" in sentence and "prior = 0.0035" in sentence
     label = {"name": "click", "action": "click", "prior": 0.0035}
-    assert told({"label": [label]}, log, {"click": 7}) == []
-    (sentence,) = told({}, log, {"click": 1999})
+    assert advice_for({"label": [label]}, log, {"click": 7}) == []
+    (sentence,) = advice_for({}, log, {"click": 1999})
     prior = float(sentence.split("prior = ")[1].split()[0])
     assert schema_from_dict(RAW | {"label": [label | {"prior": prior}]}).labels[0].prior == prior
-    (sentence,) = told({}, log, {"click": 2000})
+    (sentence,) = advice_for({}, log, {"click": 2000})
     assert "every candidate" in sentence

@@ -1,3 +1,5 @@
+"""`LogProfile` collects statistics of a replayed log. `Origins` finds the line of a record."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -29,14 +31,14 @@ def action(number: int, name: str) -> Action:
     return Action("r1", 1, 0, T0 + number, number, 1, name, where=f"log:{number}")
 
 
-def test_shares_and_ranges_are_of_the_rows_that_have_a_feature() -> None:
+def test_shares_and_ranges_cover_the_rows_that_have_the_feature() -> None:
     profile = LogProfile(SCHEMA)
     first = encode_nro(SCHEMA, {"price": [2.0, None], "item": [[1, 2, 3], None]}, 2)
     profile.add(request(1, [1, 2]), encode_ro(SCHEMA, {"hour": 5.0}), first)
     profile.add(request(2, [7, 7]), encode_ro(SCHEMA, {}), b"")
     profile.add(request(3, [9]), None, encode_nro(SCHEMA, {"price": [8.0], "item": [4]}, 1))
-    found = profile.features()
-    assert found["price"] == {
+    features = profile.features()
+    assert features["price"] == {
         "side": "nro",
         "kind": "float",
         "share": 0.4,
@@ -44,9 +46,16 @@ def test_shares_and_ranges_are_of_the_rows_that_have_a_feature() -> None:
         "mean": 5.0,
         "max": 8.0,
     }
-    assert found["item"] == {"side": "nro", "kind": "ids", "share": 0.4, "min": 1.0, "mean": 2.0, "max": 3.0}
-    assert found["hour"]["share"] == 0.5 and found["hour"]["mean"] == 5.0
-    assert found["tags"] == {
+    assert features["item"] == {
+        "side": "nro",
+        "kind": "ids",
+        "share": 0.4,
+        "min": 1.0,
+        "mean": 2.0,
+        "max": 3.0,
+    }
+    assert features["hour"]["share"] == 0.5 and features["hour"]["mean"] == 5.0
+    assert features["tags"] == {
         "side": "ro",
         "kind": "ids",
         "share": 0.0,
@@ -58,13 +67,13 @@ def test_shares_and_ranges_are_of_the_rows_that_have_a_feature() -> None:
     assert (lengths["p0"], lengths["p50"], lengths["p100"], lengths["with_an_item_twice"]) == (1, 2, 2, 1)
 
 
-def test_many_rows_are_counted_as_few() -> None:
+def test_statistics_of_many_rows_are_exact() -> None:
     profile, values = LogProfile(SCHEMA), np.random.default_rng(0).normal(size=(3000, 4))
     for n, row in enumerate(values):
         profile.add(request(n + 1, [1, 2, 3, 4]), b"", encode_nro(SCHEMA, {"price": row}, 4))
-    found = profile.features()["price"]
-    assert found["share"] == 1.0 and found["mean"] == pytest.approx(values.mean(), abs=1e-6)
-    assert (found["min"], found["max"]) == (np.float32(values.min()), np.float32(values.max()))
+    features = profile.features()["price"]
+    assert features["share"] == 1.0 and features["mean"] == pytest.approx(values.mean(), abs=1e-6)
+    assert (features["min"], features["max"]) == (np.float32(values.min()), np.float32(values.max()))
 
 
 def test_actions_are_counted_without_control_characters_and_in_bounded_memory() -> None:

@@ -1,3 +1,5 @@
+"""`parse_time_ms` reads times as text or as a number of milliseconds."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,11 +18,11 @@ from roostream.replay.parse_time import parse_time_ms
         1_684_800_000_000,
     ],
 )
-def test_one_moment_can_be_written_in_many_ways(value: int | str) -> None:
+def test_all_accepted_forms_of_a_time_are_equal(value: int | str) -> None:
     assert parse_time_ms(value) == 1_684_800_000_000
 
 
-def test_no_second_until_the_year_9999_is_taken_for_a_time_in_ms() -> None:
+def test_times_in_seconds_are_not_mistaken_for_ms() -> None:
     assert parse_time_ms(315_532_800_000) == parse_time_ms("1980-01-01")
     with pytest.raises(ValueError, match="in seconds"):
         parse_time_ms(253_402_300_799)
@@ -46,4 +48,4 @@ def test_an_invalid_time_is_refused(value: int | str, message: str) -> None:
 
 def test_an_early_time_may_be_given_as_text_and_digits_are_a_number() -> None:
     assert parse_time_ms("1998-04-01") == 891_388_800_000
-    assert parse_time_ms("1701010112233") == 1_701_010_112_233  # not the year 1701
+    assert parse_time_ms("1701010112233") == 1_701_010_112_233  # ms, not a date in the year 1701

@@ -1,3 +1,6 @@
+"""Turning a log into Kafka records: their order, heartbeats, end markers and pace, and the example in the
+documentation."""
+
 from __future__ import annotations
 
 import json
@@ -31,8 +34,8 @@ SCHEMA = schema_from_dict(
 )
 
 
-def request(number: int, seconds: float, **more: object) -> Request:
-    return Request(f"r{number}", number, 0, T0 + round(seconds * 1000), np.array([1, 2]), **more)  # type: ignore[arg-type]
+def request(number: int, seconds: float, **fields: object) -> Request:
+    return Request(f"r{number}", number, 0, T0 + round(seconds * 1000), np.array([1, 2]), **fields)  # type: ignore[arg-type]
 
 
 def click(number: int, seconds: float) -> Action:
@@ -80,7 +83,9 @@ def test_every_partition_gets_heartbeats() -> None:
     assert len(beats) == 3 * 8
     last: dict[tuple[str, int], int] = {}
     for r in stream:
-        assert r.timestamp_ms >= last.get((r.topic, r.partition), 0), "a heartbeat promised too much"
+        assert r.timestamp_ms >= last.get((r.topic, r.partition), 0), (
+            "no record may be older than an earlier heartbeat of its partition"
+        )
         last[r.topic, r.partition] = r.timestamp_ms
 
 
@@ -91,9 +96,13 @@ def test_records_are_paced_by_event_time_and_end_markers_are_not_delayed() -> No
     )
     assert len(list(paced(stream, 60.0, clock))) == 10
     assert clock.monotonic_s() == pytest.approx(10.0)
-    unhurried = FakeClock()
-    list(paced(records([request(1, 0), request(2, 600)], ReplayEncoder(SCHEMA), settle_ms=0), 0.0, unhurried))
-    assert unhurried.monotonic_s() == 0
+    unpaced_clock = FakeClock()
+    list(
+        paced(
+            records([request(1, 0), request(2, 600)], ReplayEncoder(SCHEMA), settle_ms=0), 0.0, unpaced_clock
+        )
+    )
+    assert unpaced_clock.monotonic_s() == 0
 
 
 def test_a_stopped_replay_ends_immediately() -> None:
@@ -107,7 +116,7 @@ def test_a_stopped_replay_ends_immediately() -> None:
 
 
 def example(tmp_path: Path) -> tuple[str, str]:
-    """The log and the schema of docs/bring-your-own-data.md."""
+    """Write the log and the schema of docs/bring-your-own-data.md to files; return their paths."""
     page = (Path(__file__).parents[2] / "docs" / "bring-your-own-data.md").read_text()
     files = []
     for language in ("jsonl", "toml"):
@@ -156,12 +165,12 @@ def test_lines_with_features_that_do_not_fit_are_reported_or_skipped(tmp_path: P
 
     with pytest.raises(LogError, match=r"bad.jsonl:1: feature 'price': expected a number, got 'dear'"):
         list(open_log(config(), schema).records)
-    patient = open_log(config(skip_bad=True), schema)
-    assert kinds(list(patient.records))["impressions", wire.IMPRESSION] == 3
-    assert patient.skipped()[0] == 1 and "bad.jsonl:1" in patient.skipped().first[0]
+    skipping_log = open_log(config(skip_bad=True), schema)
+    assert kinds(list(skipping_log.records))["impressions", wire.IMPRESSION] == 3
+    assert skipping_log.skipped()[0] == 1 and "bad.jsonl:1" in skipping_log.skipped().first[0]
 
 
-def test_the_end_marker_lies_beyond_the_late_horizon() -> None:
+def test_the_end_marker_is_later_than_any_late_event() -> None:
     config = ReplayConfig(
         dataset="jsonl",
         options=jsonl.Options(log=(__file__,)),

@@ -1,4 +1,5 @@
-"""Requests of a log without their candidates, a window at a time, and which log a path is."""
+"""`request_windows` reads the requests of a log without their candidates, one window at a time.
+`detect_replay` finds the format of a log from its path."""
 
 from __future__ import annotations
 
@@ -29,16 +30,16 @@ SCHEMA = schema_from_dict(
 )
 
 
-def line(number: int, user: int, session: int, shown: int, **more: Any) -> dict[str, Any]:
+def line(number: int, user: int, session: int, shown: int, **changes: Any) -> dict[str, Any]:
     candidates = {"item_id": list(range(1, shown + 1)), "item": list(range(1, shown + 1))}
-    said = {
+    fields = {
         "request_id": f"r{number}",
         "user_id": user,
         "session_id": session,
         "time": T0 + number,
         "candidates": candidates,
     }
-    return {"type": "impression", **said, "ro": {"hour": float(number), "seen": [number, 9]}, **more}
+    return {"type": "impression", **fields, "ro": {"hour": float(number), "seen": [number, 9]}, **changes}
 
 
 def log_of(folder: Path, *lines: dict[str, Any]) -> list[Record]:
@@ -51,8 +52,8 @@ def log_of(folder: Path, *lines: dict[str, Any]) -> list[Record]:
     )
 
 
-def windows(folder: Path, *lines: dict[str, Any], **how: Any) -> list[RequestWindow]:
-    return list(request_windows(log_of(folder, *lines), SCHEMA, **how))
+def windows(folder: Path, *lines: dict[str, Any], **options: Any) -> list[RequestWindow]:
+    return list(request_windows(log_of(folder, *lines), SCHEMA, **options))
 
 
 def test_a_window_has_the_features_and_length_of_its_request(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_visitors_are_sessions_or_users_and_unknown_ones_are_distinct(tmp_path: 
     assert by_user.group_R.tolist()[:2] == [5, 5] and len(set(by_user.group_R.tolist())) == 4
 
 
-def test_a_page_that_only_adds_candidates_and_engagements_are_no_requests(tmp_path: Path) -> None:
+def test_pages_that_only_add_candidates_are_not_requests(tmp_path: Path) -> None:
     (window,) = windows(tmp_path, line(1, 5, 50, 3), line(2, 5, 50, 2, request_id="r1", ro=None))
     assert window.candidates_R.tolist() == [3]
 
@@ -94,8 +95,8 @@ def test_the_format_of_a_log_follows_from_its_path(tmp_path: Path) -> None:
     assert detect_replay([paths["c.csv"]], paths["s.toml"]).dataset == "csv"
     assert detect_replay([paths["d.parquet"]], paths["s.toml"]).dataset == "parquet"
     for path in (str(tmp_path), paths["behaviors.parquet"]):
-        its = detect_replay([path])
-        assert its.dataset == "ebnerd" and vars(its.options)["history"] == (paths["history.parquet"],)
+        replay = detect_replay([path])
+        assert replay.dataset == "ebnerd" and vars(replay.options)["history"] == (paths["history.parquet"],)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,6 @@ def test_the_format_of_a_log_follows_from_its_path(tmp_path: Path) -> None:
         ((".",), "expected a folder with behaviors.parquet"),
     ],
 )
-def test_a_path_that_is_no_log_is_reported(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
+def test_a_path_that_is_not_a_log_is_reported(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         detect_replay([str(tmp_path / name) for name in names])

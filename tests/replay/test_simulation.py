@@ -1,4 +1,4 @@
-"""The closed loop against a serving that lives in the test: an httpx transport, no sockets."""
+"""Simulated users against a fake serving, which is an httpx transport without sockets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from roostream.runtime.health import Health
 from roostream.runtime.program import Stop
 
 
-class Serving:
-    """Answers in the order of arrival; `fail` says which calls (by number) are answered with which status."""
+class FakeServing:
+    """A fake serving that ranks candidates in their given order, or in `order`.
+
+    `fail` maps numbers of calls to the status of their answer; 0 refuses the connection.
+    """
 
     def __init__(self, fail: dict[int, int] | None = None, order: list[int] | None = None) -> None:
         self.fail, self.order = fail or {}, order
@@ -49,7 +52,7 @@ class Serving:
         return httpx.Response(200, json={"order": self.order or list(range(n)), "scores": []})
 
 
-def simulate(serving: Serving, report: str = "", **settings: Any) -> tuple[Simulation, HttpClient]:
+def simulate(serving: FakeServing, report: str = "", **settings: Any) -> tuple[Simulation, HttpClient]:
     config = SimulateConfig(
         **{"rate": 200.0, "seconds": 0.6, "users": 50, "items": 60, "report": report, **settings}
     )
@@ -65,7 +68,7 @@ def simulate(serving: Serving, report: str = "", **settings: Any) -> tuple[Simul
 
 
 def test_every_click_belongs_to_a_request_that_showed_the_item() -> None:
-    serving = Serving()
+    serving = FakeServing()
     simulation, _ = simulate(serving)
     shown: dict[str, set[int]] = {}
     for body in serving.ranks:
@@ -77,8 +80,8 @@ def test_every_click_belongs_to_a_request_that_showed_the_item() -> None:
         assert e["action"] in ("click", "read")
 
 
-def test_pages_add_new_candidates_behind_those_that_were_shown() -> None:
-    serving = Serving()
+def test_pages_append_new_candidates_after_the_shown_ones() -> None:
+    serving = FakeServing()
     simulate(serving)
     first: dict[str, dict[str, Any]] = {}
     pages = 0
@@ -94,21 +97,21 @@ def test_pages_add_new_candidates_behind_those_that_were_shown() -> None:
 
 
 def test_clients_repeat_some_engagements_with_the_same_event_id() -> None:
-    serving = Serving()
+    serving = FakeServing()
     simulate(serving, rate=500.0, seconds=1.0)
     repeats = [n for n in Counter(e["event_id"] for e in serving.engagements).values() if n > 1]
     assert 0 < len(repeats) < 0.1 * len(serving.engagements)
 
 
 def test_requests_are_retried_while_serving_is_unavailable() -> None:
-    serving = Serving(fail={2: 0, 3: 503, 4: 429})
+    serving = FakeServing(fail={2: 0, 3: 503, 4: 429})
     _, client = simulate(serving)
     assert client.outcomes["retried"] == 3
     assert client.outcomes["gave_up"] == 0 == client.outcomes["refused"]
 
 
 def test_a_rejected_request_is_counted_and_not_retried() -> None:
-    simulation, client = simulate(Serving(fail={1: 400}))
+    simulation, client = simulate(FakeServing(fail={1: 400}))
     assert client.outcomes["refused"] == 1 and client.outcomes["retried"] == 0
     assert simulation.num_requests > 0
 
@@ -121,18 +124,18 @@ def test_the_program_fails_when_serving_refuses_every_request(monkeypatch: pytes
         asyncio.run(simulate_users(config, Health(60), Stop()))
 
 
-def test_an_answer_that_is_no_permutation_shows_nothing() -> None:
-    simulation, _ = simulate(Serving(order=[0, 0]))
+def test_an_answer_that_is_not_a_permutation_shows_no_items() -> None:
+    simulation, _ = simulate(FakeServing(order=[0, 0]))
     assert simulation.num_requests == 0 == simulation.click_rates.total.shown
 
 
 def test_report_and_metrics_have_click_rates(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    simulation, _ = simulate(Serving(), report=str(report))
-    told = json.loads(report.read_text())
-    assert set(told["click_rate"]) == {"served", "random", "best"}
-    assert 0 < told["click_rate"]["random"] < told["click_rate"]["best"]
-    assert told["counts"]["requests"] == simulation.num_requests
+    simulation, _ = simulate(FakeServing(), report=str(report))
+    report_json = json.loads(report.read_text())
+    assert set(report_json["click_rate"]) == {"served", "random", "best"}
+    assert 0 < report_json["click_rate"]["random"] < report_json["click_rate"]["best"]
+    assert report_json["counts"]["requests"] == simulation.num_requests
     shown = {m.name: m for m in SimulatorMetrics(simulation).collect()}
     counts = ("requests", "http", "candidates", "engagements", "clicks", "dropped")
     assert set(shown) == {
@@ -143,7 +146,7 @@ def test_report_and_metrics_have_click_rates(tmp_path: Path) -> None:
 
 
 def test_visits_beyond_the_maximum_in_flight_are_dropped() -> None:
-    simulation, _ = simulate(Serving(fail=dict.fromkeys(range(1, 5), 503)), max_in_flight=2, seconds=0.3)
+    simulation, _ = simulate(FakeServing(fail=dict.fromkeys(range(1, 5), 503)), max_in_flight=2, seconds=0.3)
     assert simulation.num_dropped > 0
 
 
@@ -155,23 +158,23 @@ def test_visits_beyond_the_maximum_in_flight_are_dropped() -> None:
         ({"items": 5, "candidates": 9}, "raise items"),
     ],
 )
-def test_wrong_settings_are_reported(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SimulateConfig(**settings)
 
 
-def test_rates_are_expected_clicks_a_shown_candidate() -> None:
-    tally = ExpectedClickRates()
-    tally.add(ExpectedClicks(1.0, 0.5, 2.0, 10), 0.0)
-    tally.add(ExpectedClicks(2.0, 0.5, 2.0, 10), 61.0)
-    assert tally.total.rates() == {"served": 0.15, "random": 0.05, "best": 0.2}
-    assert [m["minute"] for m in tally.by_minute()] == [0, 1]
-    assert tally.by_minute()[1]["served"] == pytest.approx(0.2)
+def test_rates_are_expected_clicks_per_shown_candidate() -> None:
+    click_rates = ExpectedClickRates()
+    click_rates.add(ExpectedClicks(1.0, 0.5, 2.0, 10), 0.0)
+    click_rates.add(ExpectedClicks(2.0, 0.5, 2.0, 10), 61.0)
+    assert click_rates.total.rates() == {"served": 0.15, "random": 0.05, "best": 0.2}
+    assert [m["minute"] for m in click_rates.by_minute()] == [0, 1]
+    assert click_rates.by_minute()[1]["served"] == pytest.approx(0.2)
 
 
 def test_recent_rates_cover_the_newest_requests_only() -> None:
-    tally = ExpectedClickRates(window=2)
+    click_rates = ExpectedClickRates(window=2)
     for served in (9.0, 1.0, 3.0):
-        tally.add(ExpectedClicks(served, 1.0, 9.0, 10), 0.0)
-    assert tally.recent.rates()["served"] == pytest.approx(0.2)
-    assert tally.total.rates()["served"] == pytest.approx(13 / 30)
+        click_rates.add(ExpectedClicks(served, 1.0, 9.0, 10), 0.0)
+    assert click_rates.recent.rates()["served"] == pytest.approx(0.2)
+    assert click_rates.total.rates()["served"] == pytest.approx(13 / 30)

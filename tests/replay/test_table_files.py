@@ -1,4 +1,5 @@
-"""Tables of any form are read with the types of their cells."""
+"""Reading CSV, JSON-lines and Parquet tables: types of columns, nested objects, and errors that name the
+row."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SCHEMA = schema_from_dict({"nro": [{"name": "price"}], "label": [{"name": "click
 
 
 def read(folder: Path, *files: tuple[str, str], skip_bad: bool = False) -> list[dict[str, Any]]:
-    """The rows of files that are given by name and content."""
+    """Write files from (name, content) and return their rows."""
     paths = []
     for name, content in files:
         paths.append(str(folder / name))
@@ -46,7 +47,7 @@ def test_ids_with_flags_become_two_lists(tmp_path: Path, clicked: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "wanted"),
+    ("cells", "expected"),
     [
         (["1", "-2", ""], [1, -2, None]),
         (["1", "2.5", "1e3", ".5", "+4"], [1.0, 2.5, 1000.0, 0.5, 4.0]),
@@ -56,7 +57,7 @@ def test_ids_with_flags_become_two_lists(tmp_path: Path, clicked: bool) -> None:
         (["18000000000000000000", "1"], [18_000_000_000_000_000_000, 1]),
         (["18446744073709551615", "1"], [(1 << 64) - 1, 1]),
         (["-9223372036854775808", "9223372036854775807"], [-(1 << 63), (1 << 63) - 1]),
-        (["18446744073709551616", "1"], ["18446744073709551616", "1"]),  # as a float it would be another id
+        (["18446744073709551616", "1"], ["18446744073709551616", "1"]),  # a float would change the id
         (["-1", "18446744073709551615"], ["-1", "18446744073709551615"]),
         (["99999999999999999999999", "1.5"], [1e23, 1.5]),
         (["yes", "No", ""], [True, False, None]),
@@ -74,9 +75,11 @@ def test_ids_with_flags_become_two_lists(tmp_path: Path, clicked: bool) -> None:
         (["10 000", "2"], ["10 000", "2"]),
     ],
 )
-def test_a_column_of_text_has_the_narrowest_type(tmp_path: Path, cells: list[str], wanted: list[Any]) -> None:
+def test_a_text_column_gets_the_narrowest_type_that_fits(
+    tmp_path: Path, cells: list[str], expected: list[Any]
+) -> None:
     text = "\n".join(["user,value", *(f"u,{cell}" for cell in cells)]) + "\n"
-    assert [row["value"] for row in read(tmp_path, ("a.csv", text))] == wanted
+    assert [row["value"] for row in read(tmp_path, ("a.csv", text))] == expected
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_column_of_text_has_the_narrowest_type(tmp_path: Path, cells: list[str
         ("a.jsonl", '\n{"user": "ann", "price": 1.5}\n'),
     ],
 )
-def test_forms_of_tables(tmp_path: Path, name: str, text: str) -> None:
+def test_all_file_formats_of_a_table_are_read(tmp_path: Path, name: str, text: str) -> None:
     assert [(row["user"], row["price"]) for row in read(tmp_path, (name, text))] == [("ann", 1.5)]
 
 
@@ -112,7 +115,7 @@ def test_a_list_of_objects_becomes_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("values", "expected"),
     [
         ([1, (1 << 64) - 1], [1, (1 << 64) - 1]),
         ([-(1 << 63), 1], [-(1 << 63), 1]),
@@ -121,13 +124,13 @@ def test_a_list_of_objects_becomes_rows(tmp_path: Path) -> None:
         ([0.5, 1 << 60], ["0.5", str(1 << 60)]),
     ],
 )
-def test_whole_numbers_of_json_stay_exact(tmp_path: Path, values: list[Any], wanted: list[Any]) -> None:
+def test_whole_numbers_of_json_stay_exact(tmp_path: Path, values: list[Any], expected: list[Any]) -> None:
     text = "".join(f'{{"user": 1, "value": {value}}}\n' for value in values)
-    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
+    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "wanted"),
+    ("name", "text", "expected"),
     [
         ("a.csv", "user,value\nu,\n", [None]),
         ("a.csv", "user,value\n", []),
@@ -135,8 +138,8 @@ def test_whole_numbers_of_json_stay_exact(tmp_path: Path, values: list[Any], wan
         ("a.jsonl", '{"user": "u", "value": []}\n{"user": "u"}\n', [[], None]),
     ],
 )
-def test_a_column_without_values_has_no_type(tmp_path: Path, name: str, text: str, wanted: Any) -> None:
-    assert [row["value"] for row in read(tmp_path, (name, text))] == wanted
+def test_a_column_without_values_has_no_type(tmp_path: Path, name: str, text: str, expected: Any) -> None:
+    assert [row["value"] for row in read(tmp_path, (name, text))] == expected
     kind = pq.read_schema(tmp_path / "out" / "table-0.parquet").field("value").type
     assert pa.types.is_null(kind.value_type if pa.types.is_list(kind) else kind)
 
@@ -165,7 +168,7 @@ def test_a_list_of_objects_in_parquet_becomes_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, []])
-def test_a_row_of_parquet_without_shown_items_is_refused_by_its_number(tmp_path: Path, nothing: Any) -> None:
+def test_a_parquet_row_without_shown_items_is_reported_with_its_number(tmp_path: Path, nothing: Any) -> None:
     rows: list[dict[str, Any]] = [{"ads": [{"id": 1}]}, {"ads": nothing}, {"ads": [{"id": 2}]}]
     with pytest.raises(LogError, match=r"a\.parquet:2: ads: expected"):
         parquet_rows(tmp_path, rows)
@@ -187,13 +190,13 @@ def test_values_of_several_types_become_text_or_numbers(tmp_path: Path) -> None:
     assert (second["a"], second["b"], second["c"], second["d"], second["e"]) == ("x", 2.5, [3], None, "new")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored_in_tables(tmp_path: Path) -> None:
     rows = read(tmp_path, ("a.jsonl", '\ufeff{"user": "ann"}\n'), ("b.jsonl", '\ufeff{"user": "bob"}\n'))
     assert [row["user"] for row in rows] == ["ann", "bob"]
 
 
 @pytest.mark.parametrize(
-    ("cells", "wanted"),
+    ("cells", "expected"),
     [
         (["0.5", '"NaN"', '""', "2"], [0.5, None, None, 2.0]),
         (["true", '""'], [True, None]),
@@ -201,11 +204,11 @@ def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path) -> None:
         (['"x"', '"NaN"', "1"], ["x", "NaN", "1"]),
     ],
 )
-def test_a_word_for_nothing_is_missing_in_a_json_column_that_is_not_text(
-    tmp_path: Path, cells: list[str], wanted: list[Any]
+def test_nan_and_empty_text_are_missing_in_a_json_column_that_is_not_text(
+    tmp_path: Path, cells: list[str], expected: list[Any]
 ) -> None:
     text = "".join(f'{{"value": {cell}}}\n' for cell in cells)
-    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
+    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == expected
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,9 @@ def test_a_word_for_nothing_is_missing_in_a_json_column_that_is_not_text(
          '{"user": "cid", "items": [{"id": 2}]}\n', 2),
     ],
 )  # fmt: skip
-def test_a_bad_row_is_refused_by_its_line_or_skipped(tmp_path: Path, name: str, text: str, line: int) -> None:
+def test_an_invalid_row_is_reported_with_its_line_or_skipped(
+    tmp_path: Path, name: str, text: str, line: int
+) -> None:
     with pytest.raises(LogError, match=f"{name}:{line}: .*expected"):
         read(tmp_path, (name, text))
     (tmp_path / "out").rmdir()
@@ -226,7 +231,7 @@ def test_a_bad_row_is_refused_by_its_line_or_skipped(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "word"),
+    ("name", "content", "message_part"),
     [
         ("a.csv", b"", "names of the columns"),
         ("a.csv", b"1772352020,u1,3\n", "names of the columns"),
@@ -241,24 +246,24 @@ def test_a_bad_row_is_refused_by_its_line_or_skipped(tmp_path: Path, name: str, 
         ("absent/a.csv", b"", "no such file"),
     ],
 )
-def test_a_file_that_is_no_table_is_one_sentence(
-    tmp_path: Path, name: str, content: bytes, word: str
+def test_a_file_that_is_not_a_table_is_rejected_in_one_sentence(
+    tmp_path: Path, name: str, content: bytes, message_part: str
 ) -> None:
     path = tmp_path / name
     if path.parent == tmp_path:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=word) as error:
+    with pytest.raises(ConfigError, match=message_part) as error:
         as_parquet([str(path)], tmp_path, LogLineReader(SCHEMA).refuse)
     assert "\n" not in str(error.value)
 
 
-def test_files_of_several_forms_are_refused(tmp_path: Path) -> None:
+def test_files_of_several_formats_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="csv and parquet"):
         as_parquet(["a.csv", "b.parquet"], tmp_path, LogLineReader(SCHEMA).refuse)
 
 
 @pytest.mark.parametrize(
-    ("text", "day_first", "wanted"),
+    ("text", "day_first", "expected"),
     [
         ("2024/03/04 10:00", False, "2024-03-04T10:00:00"),
         ("04.03.2024 10:00:05", False, "2024-03-04T10:00:05"),
@@ -271,9 +276,9 @@ def test_files_of_several_forms_are_refused(tmp_path: Path) -> None:
         ("soon", False, ""),
     ],
 )
-def test_times_of_tables(text: str, day_first: bool, wanted: str) -> None:
-    if wanted:
-        assert parse_table_time_ms(text, day_first) == parse_time_ms(wanted)
+def test_common_formats_of_times_in_tables_are_read(text: str, day_first: bool, expected: str) -> None:
+    if expected:
+        assert parse_table_time_ms(text, day_first) == parse_time_ms(expected)
     else:
         with pytest.raises(ValueError, match="expected a time"):
             parse_table_time_ms(text, day_first)

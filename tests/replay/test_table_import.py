@@ -1,4 +1,4 @@
-"""Rows of impressions as a log of requests: what was expanded comes back, whatever the order of its rows."""
+"""Importing a table of impressions as a log of requests. Requests are reassembled from rows in any order."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ topics = { ids = "topic_ids", weights = "topic_weights" }
 click = { column = "clicked" }
 read = { column = "seconds", least = 5.0, time = "left_at" }
 """
-PLAIN = 'request=["id"]\ntime="t"\nitem="item"'
-ONE = {"id": "a", "t": T0, "item": 3, "price": 1.0}
+MINIMAL_MAP = 'request=["id"]\ntime="t"\nitem="item"'
+ONE_ROW = {"id": "a", "t": T0, "item": 3, "price": 1.0}
 
 
 def requests(number: int, seed: int = 0) -> list[dict[str, Any]]:
-    """What a site saw: lists that were shown, with what was clicked and read."""
+    """Draw requests of a site: the shown lists, with their clicks and reads."""
     rng = np.random.default_rng(seed)
     out = []
     for n in range(number):
@@ -81,36 +81,36 @@ def requests(number: int, seed: int = 0) -> list[dict[str, Any]]:
     return out
 
 
-def expanded(of: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row an impression."""
+def impression_rows(shown_requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Expand the requests into one row per impression."""
     utc = datetime.UTC
     return [
         {
             "user": r["user"],
             "visit": r["visit"],
             "shown_at": datetime.datetime.fromtimestamp(r["at_ms"] / 1000, utc)
-            + datetime.timedelta(milliseconds=place),
+            + datetime.timedelta(milliseconds=position),
             "basket_value": r["basket"],
             "read_ids": r["read"],
             "read_at": [datetime.datetime.fromtimestamp(ms / 1000, utc) for ms in r["read_ms"]],
             "topic_ids": [7],
             "topic_weights": [0.5],
             "article": article,
-            "price": r["prices"][place],
-            "place": place,
-            "clicked": r["clicked"][place],
-            "seconds": r["seconds"][place],
+            "price": r["prices"][position],
+            "place": position,
+            "clicked": r["clicked"][position],
+            "seconds": r["seconds"][position],
             "left_at": datetime.datetime.fromtimestamp(r["at_ms"] / 1000 + 60, utc),
         }
-        for r in of
-        for place, article in enumerate(r["articles"])
+        for r in shown_requests
+        for position, article in enumerate(r["articles"])
     ]
 
 
-def wanted(of: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The events of a log of these requests, plain and in order."""
+def expected_events(shown_requests: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the events that a log of these requests has, as sorted tuples."""
     out: list[tuple[Any, ...]] = []
-    for r in of:
+    for r in shown_requests:
         request_id = f"{r['user']}|{r['visit']}"
         ro = {
             "basket": r["basket"],
@@ -129,7 +129,7 @@ def wanted(of: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return sorted(out, key=str)
 
 
-def plain(event: Event) -> tuple[Any, ...]:
+def as_tuple(event: Event) -> tuple[Any, ...]:
     if isinstance(event, Request):
         head = ("shown", event.request_id, event.user_id, event.time_ms, event.items_n.tolist())
         return (*head, event.ro, {name: event.nro.get(name) for name in ("item", "price")})
@@ -145,14 +145,14 @@ def table_of(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def imported(
-    folder: Path, *tables: pa.Table, text: str = MAP, out: str = "log.jsonl", **how: Any
+def run_import(
+    folder: Path, *tables: pa.Table, text: str = MAP, out: str = "log.jsonl", **options: Any
 ) -> ImportCounts:
     paths = []
     for n, table in enumerate(tables):
         paths.append(str(folder / f"{n}.parquet"))
         pq.write_table(table, paths[-1], row_group_size=7)
-    return import_table(paths, SCHEMA, map_of(folder, text), folder / out, **how)
+    return import_table(paths, SCHEMA, map_of(folder, text), folder / out, **options)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def events_of(path: Path) -> list[tuple[Any, ...]]:
     return sorted(
-        (plain(event) for event in JsonlLog([str(path)], LogLineReader(SCHEMA)).open().events), key=str
+        (as_tuple(event) for event in JsonlLog([str(path)], LogLineReader(SCHEMA)).open().events), key=str
     )
 
 
@@ -170,26 +170,30 @@ def test_requests_are_reassembled_from_rows_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     monkeypatch.setattr(table_import, "BUCKET_BYTES", 2000)  # several buckets
-    of = requests(40)
-    rows = expanded(of)
+    shown_requests = requests(40)
+    rows = impression_rows(shown_requests)
     mixed = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))]
-    seen: list[tuple[int, int]] = []
-    told = imported(
-        tmp_path, table_of(mixed[:50]), table_of(mixed[50:]), out=out, progress=lambda *at: seen.append(at)
+    progress_calls: list[tuple[int, int]] = []
+    counts = run_import(
+        tmp_path,
+        table_of(mixed[:50]),
+        table_of(mixed[50:]),
+        out=out,
+        progress=lambda *at: progress_calls.append(at),
     )
-    assert events_of(tmp_path / out) == wanted(of)
-    assert (told.rows, told.requests, told.skipped) == (len(rows), 40, 0) and seen[-1] == (
+    assert events_of(tmp_path / out) == expected_events(shown_requests)
+    assert (counts.rows, counts.requests, counts.skipped) == (len(rows), 40, 0) and progress_calls[-1] == (
         len(rows),
         len(rows),
     )
-    assert told.engagements == len(wanted(of)) - 40
+    assert counts.engagements == len(expected_events(shown_requests)) - 40
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         ["0.parquet", "1.parquet", "map.toml", out]
-    ), "nothing else is left"
+    ), "no temporary file may be left"
 
 
-def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Path) -> None:
-    imported(tmp_path, table_of([ONE]), text=PLAIN)
+def test_a_column_with_the_name_of_a_feature_needs_no_entry_in_the_map(tmp_path: Path) -> None:
+    run_import(tmp_path, table_of([ONE_ROW]), text=MINIMAL_MAP)
     candidates = {"item": [3], "item_id": [3], "price": [1.0]}
     assert lines_of(tmp_path / "log.jsonl") == [
         {"type": "impression", "request_id": "a", "time": T0, "candidates": candidates}
@@ -208,24 +212,24 @@ def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Pa
     ],
 )
 def test_times_are_read_in_every_unit_and_type(tmp_path: Path, unit: str, given: object) -> None:
-    imported(tmp_path, table_of([{**ONE, "t": given}]), text=f'{PLAIN}\ntime_unit="{unit}"')
+    run_import(tmp_path, table_of([{**ONE_ROW, "t": given}]), text=f'{MINIMAL_MAP}\ntime_unit="{unit}"')
     assert lines_of(tmp_path / "log.jsonl")[0]["time"] == T0
 
 
-def test_a_long_id_of_a_request_becomes_its_hash(tmp_path: Path) -> None:
-    imported(tmp_path, table_of([{**ONE, "id": "x" * 80}]), text=PLAIN)
+def test_a_long_request_id_is_replaced_by_its_hash(tmp_path: Path) -> None:
+    run_import(tmp_path, table_of([{**ONE_ROW, "id": "x" * 80}]), text=MINIMAL_MAP)
     assert len(lines_of(tmp_path / "log.jsonl")[0]["request_id"]) == 16
 
 
 def test_contradicting_rows_of_a_request_are_reported_or_skipped(tmp_path: Path) -> None:
-    rows = expanded(requests(3))
+    rows = impression_rows(requests(3))
     two = next(n for n in range(1, len(rows)) if rows[n]["visit"] == rows[n - 1]["visit"])
     rows[two]["basket_value"] += 1.0
     with pytest.raises(LogError, match=r"value in all rows of request"):
-        imported(tmp_path, table_of(rows))
-    assert not (tmp_path / "log.jsonl").exists(), "a log is there only once it is whole"
-    told = imported(tmp_path, table_of(rows), skip_bad=True)
-    assert (told.requests, told.skipped) == (2, 1) and "basket" in told.first_skipped[0]
+        run_import(tmp_path, table_of(rows))
+    assert not (tmp_path / "log.jsonl").exists(), "the log must not exist before it is complete"
+    counts = run_import(tmp_path, table_of(rows), skip_bad=True)
+    assert (counts.requests, counts.skipped) == (2, 1) and "basket" in counts.first_skipped[0]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ def test_contradicting_rows_of_a_request_are_reported_or_skipped(tmp_path: Path)
         ),
     ],
 )
-def test_a_map_that_is_wrong_is_reported_in_a_sentence(tmp_path: Path, wrong: str, message: str) -> None:
+def test_an_invalid_map_is_rejected_in_one_sentence(tmp_path: Path, wrong: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         map_of(tmp_path, wrong)
 
@@ -268,81 +272,83 @@ def test_a_map_that_is_wrong_is_reported_in_a_sentence(tmp_path: Path, wrong: st
 def test_a_missing_column_is_reported_with_its_file(
     tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
-    table = table_of(expanded(requests(2)))
+    table = table_of(impression_rows(requests(2)))
     with pytest.raises(ConfigError, match=rf"0\.parquet: {message}"):
-        imported(tmp_path, table.rename_columns([change.get(name, name) for name in table.column_names]))
+        run_import(tmp_path, table.rename_columns([change.get(name, name) for name in table.column_names]))
 
 
 def test_mixed_files_and_name_clashes_are_reported(tmp_path: Path) -> None:
-    other = {name: ONE[name] for name in ("id", "t", "item")}
+    other = {name: ONE_ROW[name] for name in ("id", "t", "item")}
     with pytest.raises(ConfigError, match=r"expected the columns of .*got others"):
-        imported(tmp_path, table_of([ONE]), table_of([other]), text=PLAIN)
+        run_import(tmp_path, table_of([ONE_ROW]), table_of([other]), text=MINIMAL_MAP)
     (tmp_path / "log.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match="expected a"):
-        imported(tmp_path, table_of([ONE]), text=PLAIN)
+        run_import(tmp_path, table_of([ONE_ROW]), text=MINIMAL_MAP)
     assert (tmp_path / "log.jsonl").read_text() == "mine"
 
 
 def test_requests_of_different_users_with_the_same_id_stay_apart(tmp_path: Path) -> None:
-    rows = [{**ONE, "who": user, "item": item} for user in (1, 2) for item in (3, 4)]
-    text = f'{PLAIN}\nuser="who"'
-    assert imported(tmp_path, table_of(rows), text=text).requests == 2
+    rows = [{**ONE_ROW, "who": user, "item": item} for user in (1, 2) for item in (3, 4)]
+    text = f'{MINIMAL_MAP}\nuser="who"'
+    assert run_import(tmp_path, table_of(rows), text=text).requests == 2
     shown = {line["user_id"]: line["candidates"]["item_id"] for line in lines_of(tmp_path / "log.jsonl")}
     assert shown == {1: [3, 4], 2: [3, 4]}
 
 
 def test_cells_that_give_the_same_joined_text_are_different_requests(tmp_path: Path) -> None:
     text = 'request=["id","page"]\ntime="t"\nitem="item"'
-    rows = [{**ONE, "id": "a|b", "page": "c"}, {**ONE, "id": "a", "page": "b|c"}]
-    imported(tmp_path, table_of(rows), text=text)
+    rows = [{**ONE_ROW, "id": "a|b", "page": "c"}, {**ONE_ROW, "id": "a", "page": "b|c"}]
+    run_import(tmp_path, table_of(rows), text=text)
     assert len({line["request_id"] for line in lines_of(tmp_path / "log.jsonl")}) == 2
 
 
-def test_rows_of_a_request_meet_in_one_bucket_also_if_a_column_is_empty_or_null(
+def test_rows_of_a_request_share_a_bucket_even_if_a_column_is_empty_or_null(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_import, "BUCKET_BYTES", 10)
     text = 'request=["id","page"]\ntime="t"\nitem="item"'
-    rows = [{**ONE, "page": page, "id": id_} for page in range(20) for id_ in (None, "")]
-    assert imported(tmp_path, table_of(rows), text=text).requests == 20
+    rows = [{**ONE_ROW, "page": page, "id": id_} for page in range(20) for id_ in (None, "")]
+    assert run_import(tmp_path, table_of(rows), text=text).requests == 20
 
 
-def test_buckets_are_even_if_only_the_last_request_column_tells_requests_apart(tmp_path: Path) -> None:
+def test_buckets_are_even_if_requests_differ_in_the_last_column_only(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_pydict({"site": ["one"] * 4000, "n": list(range(4000))})
     sizes = [len(table) for table in into_buckets([batch], ["site", "n"], tmp_path, 8)]
     assert len(sizes) == 8 and max(sizes) < 2 * min(sizes) and sum(sizes) == 4000
 
 
 @pytest.mark.parametrize("wrong", [None, float("nan"), float("inf"), 1e300, "yesterday"])
-def test_a_row_without_a_time_refuses_its_request_by_file_and_row(tmp_path: Path, wrong: object) -> None:
+def test_a_row_without_a_time_rejects_its_request_with_file_and_row(tmp_path: Path, wrong: object) -> None:
     other = str(T0) if isinstance(wrong, str) else float(T0)
-    rows = [{**ONE, "id": id_, "t": t} for id_, t in (("a", other), ("b", other), ("b", wrong), ("c", other))]
+    rows = [
+        {**ONE_ROW, "id": id_, "t": t} for id_, t in (("a", other), ("b", other), ("b", wrong), ("c", other))
+    ]
     with pytest.raises(LogError, match=r"0\.parquet:3: column 't': expected a time"):
-        imported(tmp_path, table_of(rows), text=PLAIN)
-    told = imported(tmp_path, table_of(rows), text=PLAIN, skip_bad=True)
-    assert (told.requests, told.skipped) == (2, 1) and "0.parquet:3" in told.first_skipped[0]
+        run_import(tmp_path, table_of(rows), text=MINIMAL_MAP)
+    counts = run_import(tmp_path, table_of(rows), text=MINIMAL_MAP, skip_bad=True)
+    assert (counts.requests, counts.skipped) == (2, 1) and "0.parquet:3" in counts.first_skipped[0]
 
 
-def test_rows_without_a_request_are_refused_one_by_one(tmp_path: Path) -> None:
-    rows = [{**ONE, "id": id_} for id_ in ("a", None, "", *[None] * 12)]
+def test_rows_without_a_request_id_are_rejected_one_by_one(tmp_path: Path) -> None:
+    rows = [{**ONE_ROW, "id": id_} for id_ in ("a", None, "", *[None] * 12)]
     with pytest.raises(LogError, match=r"0\.parquet:2: expected a request in 'id'"):
-        imported(tmp_path, table_of(rows), text=PLAIN)
-    told = imported(tmp_path, table_of(rows), text=PLAIN, skip_bad=True)
-    assert (told.requests, told.skipped, len(told.first_skipped)) == (1, 14, 10)
+        run_import(tmp_path, table_of(rows), text=MINIMAL_MAP)
+    counts = run_import(tmp_path, table_of(rows), text=MINIMAL_MAP, skip_bad=True)
+    assert (counts.requests, counts.skipped, len(counts.first_skipped)) == (1, 14, 10)
 
 
 def test_an_action_needs_a_time_only_where_it_happened(tmp_path: Path) -> None:
-    text = f'{PLAIN}\n[actions]\nclick = {{ column = "clicked", time = "at" }}'
-    good = [{**ONE, "clicked": True, "at": T0 + 5}, {**ONE, "item": 4, "clicked": False, "at": None}]
-    assert imported(tmp_path, table_of(good), text=text).engagements == 1
-    bad = [*good, {**ONE, "id": "b", "clicked": True, "at": None}]
+    text = f'{MINIMAL_MAP}\n[actions]\nclick = {{ column = "clicked", time = "at" }}'
+    good = [{**ONE_ROW, "clicked": True, "at": T0 + 5}, {**ONE_ROW, "item": 4, "clicked": False, "at": None}]
+    assert run_import(tmp_path, table_of(good), text=text).engagements == 1
+    bad = [*good, {**ONE_ROW, "id": "b", "clicked": True, "at": None}]
     with pytest.raises(LogError, match="action 'click': expected a time in column 'at'"):
-        imported(tmp_path, table_of(bad), text=text, out="other.jsonl")
+        run_import(tmp_path, table_of(bad), text=text, out="other.jsonl")
 
 
-def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> None:
-    rows = [{**ONE, "item": Decimal(3), "price": Decimal("2.50"), "basket": True}]
-    imported(tmp_path, table_of(rows), text=PLAIN)
+def test_decimals_and_booleans_are_read_as_numbers(tmp_path: Path) -> None:
+    rows = [{**ONE_ROW, "item": Decimal(3), "price": Decimal("2.50"), "basket": True}]
+    run_import(tmp_path, table_of(rows), text=MINIMAL_MAP)
     (line,) = lines_of(tmp_path / "log.jsonl")
     assert line["candidates"] == {"item": [3], "item_id": [3], "price": [2.5]}
     assert line["ro"] == {"basket": 1.0}
@@ -366,14 +372,14 @@ def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> N
 )
 def test_files_may_hold_a_column_in_several_types(tmp_path: Path, column: str, other: pa.DataType) -> None:
     utc = datetime.UTC
-    row = {**ONE, "t": datetime.datetime(2026, 1, 2, tzinfo=utc), "who": "ann", "did": True}
+    row = {**ONE_ROW, "t": datetime.datetime(2026, 1, 2, tzinfo=utc), "who": "ann", "did": True}
     first = table_of([{**row, "price": 2.0}])
     second = table_of([{**row, "price": 2.0, "id": "b"}])
     at, cells = second.column_names.index(column), second[column]
     cells = pa.nulls(1) if pa.types.is_null(other) else cells.cast(other)
-    text = f'user = "who"\n{PLAIN}\n[actions]\nclick = {{ column = "did" }}'
+    text = f'user = "who"\n{MINIMAL_MAP}\n[actions]\nclick = {{ column = "did" }}'
     for n, tables in enumerate(([first, second.set_column(at, column, cells)],) * 2):
-        imported(tmp_path, *(tables if n else tables[::-1]), text=text, out=f"{n}.jsonl")
+        run_import(tmp_path, *(tables if n else tables[::-1]), text=text, out=f"{n}.jsonl")
         found = [line for line in lines_of(tmp_path / f"{n}.jsonl") if line["type"] == "impression"]
         assert {line["request_id"] for line in found} == {"a", "b"} and len(
             {line["time"] for line in found}
@@ -390,26 +396,26 @@ def test_files_may_hold_a_column_in_several_types(tmp_path: Path, column: str, o
         (-3, (1 << 64) - 1, "expected int64, as in the other files, got uint64"),
     ],
 )
-def test_files_with_a_column_in_types_that_do_not_fit_are_refused(
+def test_files_with_incompatible_types_of_a_column_are_rejected(
     tmp_path: Path, one: Any, other: Any, message: str
 ) -> None:
-    second = table_of([{**ONE, "id": "b"}]).drop_columns(["item"])
+    second = table_of([{**ONE_ROW, "id": "b"}]).drop_columns(["item"])
     with pytest.raises(ConfigError, match=rf"1\.parquet: column 'item': .*{message}"):
-        imported(
+        run_import(
             tmp_path,
-            table_of([{**ONE, "item": one}]),
+            table_of([{**ONE_ROW, "item": one}]),
             second.append_column("item", pa.array([other], None if type(other) is str else pa.uint64())),
-            text=PLAIN,
+            text=MINIMAL_MAP,
         )
 
 
-def test_a_feature_that_would_replace_the_item_is_refused(tmp_path: Path) -> None:
+def test_a_feature_named_item_id_is_rejected(tmp_path: Path) -> None:
     pq.write_table(table_of([{"id": "a", "t": T0, "item": 3, "item_id": 9}]), tmp_path / "a.parquet")
     features = [{"name": "item_id", "kind": "ids", "table": "item"}]
     schema = schema_from_dict(
         {"tables": {"item": {"dim": 4}}, "nro": features, "label": [{"name": "click", "action": "click"}]}
     )
-    (tmp_path / "map.toml").write_text(PLAIN)
+    (tmp_path / "map.toml").write_text(MINIMAL_MAP)
     with pytest.raises(ConfigError, match="feature 'item_id': expected another name"):
         import_table(
             [str(tmp_path / "a.parquet")],
@@ -419,18 +425,21 @@ def test_a_feature_that_would_replace_the_item_is_refused(tmp_path: Path) -> Non
         )
 
 
-def test_ids_that_pandas_wrote_as_floats_are_integers(tmp_path: Path) -> None:
-    rows = [{**ONE, "item": 3.0, "who": 7.0, "place": 1.0}, {**ONE, "item": 4.0, "who": 7.0, "place": 0.0}]
-    rows += [{**ONE, "id": "b", "item": 3.0, "who": float("nan"), "place": 0.0}]
-    imported(tmp_path, table_of(rows), text=f'user = "who"\nposition = "place"\n{PLAIN}')
+def test_ids_that_pandas_wrote_as_floats_are_read_as_integers(tmp_path: Path) -> None:
+    rows = [
+        {**ONE_ROW, "item": 3.0, "who": 7.0, "place": 1.0},
+        {**ONE_ROW, "item": 4.0, "who": 7.0, "place": 0.0},
+    ]
+    rows += [{**ONE_ROW, "id": "b", "item": 3.0, "who": float("nan"), "place": 0.0}]
+    run_import(tmp_path, table_of(rows), text=f'user = "who"\nposition = "place"\n{MINIMAL_MAP}')
     first, second = lines_of(tmp_path / "log.jsonl")
     assert (first["user_id"], first["candidates"]["item_id"]) == (7, [4, 3])
     assert "user_id" not in second and second["candidates"]["item_id"] == [3]
 
 
 def test_an_empty_text_is_missing_as_in_a_text_file(tmp_path: Path) -> None:
-    rows = [{**ONE, "who": "", "what": "boot"}, {**ONE, "who": "", "item": 4, "what": ""}]
-    imported(tmp_path, table_of(rows), text=f'user = "who"\n{PLAIN}\n[features]\nitem = "what"')
+    rows = [{**ONE_ROW, "who": "", "what": "boot"}, {**ONE_ROW, "who": "", "item": 4, "what": ""}]
+    run_import(tmp_path, table_of(rows), text=f'user = "who"\n{MINIMAL_MAP}\n[features]\nitem = "what"')
     (line,) = lines_of(tmp_path / "log.jsonl")
     assert "user_id" not in line and line["candidates"]["item"] == ["boot", None]
 
@@ -444,13 +453,13 @@ def test_an_empty_text_is_missing_as_in_a_text_file(tmp_path: Path) -> None:
         ({"item": None}, "column 'item': expected an item's id"),
     ],
 )
-def test_a_value_that_a_replay_would_refuse_is_refused_by_file_and_row(
+def test_a_value_that_a_replay_would_reject_is_rejected_with_file_and_row(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    rows = [dict.fromkeys(change) | ONE, {**ONE, "id": "b", **change}]
+    rows = [dict.fromkeys(change) | ONE_ROW, {**ONE_ROW, "id": "b", **change}]
     with pytest.raises(LogError, match=rf"0\.parquet:2: {message}"):
-        imported(tmp_path, table_of(rows), text=PLAIN)
-    assert imported(tmp_path, table_of(rows), text=PLAIN, skip_bad=True).skipped == 1
+        run_import(tmp_path, table_of(rows), text=MINIMAL_MAP)
+    assert run_import(tmp_path, table_of(rows), text=MINIMAL_MAP, skip_bad=True).skipped == 1
 
 
 @pytest.mark.parametrize(
@@ -473,11 +482,11 @@ def test_a_value_that_a_replay_would_refuse_is_refused_by_file_and_row(
         ({"topics": 5}, "", r"features.topics\): expected structs or lists, got int64"),
     ],
 )
-def test_a_column_of_an_unusable_type_is_refused_in_one_sentence(
+def test_a_column_of_an_unusable_type_is_rejected_in_one_sentence(
     tmp_path: Path, change: dict[str, Any], more: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"0\.parquet: .*{message}"):
-        imported(tmp_path, table_of([{**ONE, **change}]), text=f"{PLAIN}\n{more}")
+        run_import(tmp_path, table_of([{**ONE_ROW, **change}]), text=f"{MINIMAL_MAP}\n{more}")
     assert not (tmp_path / "log.jsonl").exists()
 
 
@@ -491,7 +500,7 @@ shown = ["view", "show"]
 """
 
 
-def events_imported(
+def import_event_rows(
     folder: Path, text: str, skip_bad: bool = False
 ) -> tuple[ImportCounts, list[tuple[Any, ...]]]:
     (folder / "events.csv").write_text("kind;visitor;article;seen_at\n" + text)
@@ -503,7 +512,7 @@ def events_imported(
 
 
 def test_rows_of_actions_belong_to_the_newest_earlier_row_with_the_item(tmp_path: Path) -> None:
-    """Of the same user, also if the action's row stands before it in the file."""
+    """The row must be of the same user. It may come after the row of the action in the file."""
     text = (
         "click;ann;5;2024-03-04 10:00:09\n"
         "view;ann;5;2024-03-04 10:00:00\n"
@@ -512,10 +521,10 @@ def test_rows_of_actions_belong_to_the_newest_earlier_row_with_the_item(tmp_path
         "read;ann;5;2024-03-04 10:00:05\n"
         "read;bob;5;2024-03-04 11:00:00 UTC\n"
     )
-    counts, done = events_imported(tmp_path, text)
+    counts, actions = import_event_rows(tmp_path, text)
     ms = 1_709_546_400_000
     assert (counts.requests, counts.engagements, counts.rows) == (3, 3, 6)
-    assert done == [
+    assert actions == [
         ("click", "ann|2024-03-04 10:00:05", ms + 9000, 5),
         ("read", "ann|2024-03-04 10:00:05", ms + 5000, 5),
         ("read", "bob|2024-03-04 10:00:08", ms + 3_600_000, 5),
@@ -523,7 +532,7 @@ def test_rows_of_actions_belong_to_the_newest_earlier_row_with_the_item(tmp_path
 
 
 def test_a_row_of_an_action_may_have_a_value(tmp_path: Path) -> None:
-    """An empty cell is 1, as without a column of values."""
+    """An empty cell means 1, as if there were no column of values."""
     text = "kind;visitor;article;seen_at;paid\n"
     for row in ("view;ann;5;2024-03-04 10:00:00;", "order;ann;5;2024-03-04 10:00:09;12.5"):
         text += f"{row}\n"
@@ -558,32 +567,32 @@ def test_without_a_user_an_action_belongs_to_a_row_of_its_session(tmp_path: Path
         (";ann;5;2024-03-04 10:00:09", "'kind': expected 'view' or 'show'"),
     ],
 )
-def test_an_action_that_belongs_to_no_row_is_refused_by_line_or_counted(
+def test_an_action_without_a_matching_row_is_reported_with_its_line_or_skipped(
     tmp_path: Path, row: str, reason: str
 ) -> None:
     text = f"view;ann;5;2024-03-04 10:00:00\n{row}\n"
     with pytest.raises(LogError, match=f"events.csv:3: .*{reason}"):
-        events_imported(tmp_path, text)
-    counts, done = events_imported(tmp_path, text, skip_bad=True)
-    assert (counts.requests, counts.skipped, done) == (1, 1, [])
+        import_event_rows(tmp_path, text)
+    counts, actions = import_event_rows(tmp_path, text, skip_bad=True)
+    assert (counts.requests, counts.skipped, actions) == (1, 1, [])
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "message_part"),
     [
         (EVENTS.replace('shown = ["view", "show"]', ""), "shown"),
         (EVENTS.replace('user = "visitor"', ""), "user"),
-        (f'event_value = "paid"\n{PLAIN}', "event_value"),
+        (f'event_value = "paid"\n{MINIMAL_MAP}', "event_value"),
     ],
 )
 def test_a_map_with_rows_of_actions_names_shown_values_and_a_user(
-    tmp_path: Path, text: str, word: str
+    tmp_path: Path, text: str, message_part: str
 ) -> None:
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(ConfigError, match=message_part):
         map_of(tmp_path, text)
 
 
-def test_times_may_name_the_day_first(tmp_path: Path) -> None:
+def test_times_may_have_the_day_first(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("user,article,shown_at\n1,5,03/04/2024 10:00:00\n")
     for day_first, ms in ((False, 1_709_546_400_000), (True, 1_712_138_400_000)):
         text = 'request = ["user"]\nuser = "user"\nitem = "article"\ntime = "shown_at"\nday_first = '

@@ -1,4 +1,4 @@
-"""Parquet and CSV say what JSON lines say."""
+"""Logs in Parquet and CSV give the same events as the same log in JSON lines."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ SCHEMA = schema_from_dict(
         "label": [{"name": "click", "action": "click"}],
     }
 )
-SHOWN = """request_id,time,user_id,item_id,basket,tags,price,brands,position
+IMPRESSIONS_CSV = """request_id,time,user_id,item_id,basket,tags,price,brands,position
 r1,1700000000000,ann,1,2.5,"[""x"", 3]",80,7,0
 r2,2023-11-14T22:13:21,17,sock,,,5,b,0
 r1,1700000000000,ann,2,2.5,"[""x"", 3]",,"[8, 9]",4
 """
-DONE = """request_id,time,user_id,item_id,action,value
+ENGAGEMENTS_CSV = """request_id,time,user_id,item_id,action,value
 r2,1700000002000,17,sock,click,
 r1,1700000000000,ann,2,order,9.5
 """
 
 
-def expected() -> list[Event]:
+def expected_events() -> list[Event]:
     reader = LogLineReader(SCHEMA)
     ann = {"basket": 2.5, "tags": ["x", 3]}
     first: dict[str, Any] = {"item_id": [1, 2], "price": [80.0, None], "brands": [7, [8, 9]]}
@@ -56,13 +56,15 @@ def expected() -> list[Event]:
     return [reader.event(line, "") for line in lines]
 
 
-def plain(event: Event) -> dict[str, Any]:
+def as_dict(event: Event) -> dict[str, Any]:
     names = event.__slots__
     found = {n: getattr(event, n) for n in names if n != "where"}
     return found | ({"items_n": event.items_n.tolist()} if isinstance(event, Request) else {})
 
 
-def csv_of(folder: Path, shown: str = SHOWN, done: str = DONE, **settings: Any) -> EventLog:
+def open_csv(
+    folder: Path, shown: str = IMPRESSIONS_CSV, done: str = ENGAGEMENTS_CSV, **settings: Any
+) -> EventLog:
     (folder / "shown.csv").write_text(shown)
     (folder / "done.csv").write_text(done)
     files = {"impressions": (str(folder / "shown.csv"),), "engagements": (str(folder / "done.csv"),)}
@@ -70,10 +72,10 @@ def csv_of(folder: Path, shown: str = SHOWN, done: str = DONE, **settings: Any) 
 
 
 def test_csv_gives_the_events_of_json_lines(tmp_path: Path) -> None:
-    log = csv_of(tmp_path)
+    log = open_csv(tmp_path)
     assert log.num_requests == 2
     events = list(log.events)
-    assert [plain(e) for e in events] == [plain(e) for e in expected()]
+    assert [as_dict(e) for e in events] == [as_dict(e) for e in expected_events()]
     assert [e.where.rpartition("/")[2] for e in events] == [
         "shown.csv:2",
         "done.csv:3",
@@ -83,15 +85,17 @@ def test_csv_gives_the_events_of_json_lines(tmp_path: Path) -> None:
 
 
 def test_engagements_may_repeat_columns_of_the_shown_items(tmp_path: Path) -> None:
-    first, *rows = DONE.splitlines()
+    first, *rows = ENGAGEMENTS_CSV.splitlines()
     done = "\n".join([f"{first},price,position", *(f"{row},5,0" for row in rows)]) + "\n"
-    assert [plain(e) for e in csv_of(tmp_path, done=done).events] == [plain(e) for e in expected()]
+    assert [as_dict(e) for e in open_csv(tmp_path, done=done).events] == [
+        as_dict(e) for e in expected_events()
+    ]
     with pytest.raises(ConfigError, match="'note' is not a feature"):
-        csv_of(tmp_path, done=done.replace(",price", ",note"))
+        open_csv(tmp_path, done=done.replace(",price", ",note"))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize("compressed", [False, True])
+def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, compressed: bool) -> None:
     moment = datetime.datetime.fromtimestamp(T0 / 1000, datetime.UTC).replace(tzinfo=None)
     shown = {
         "request_id": ["r1", "r2", "r1"],
@@ -113,10 +117,10 @@ def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) ->
     }
     files = []
     for name, table in (("shown", shown), ("done", done)):
-        files.append(tmp_path / f"{name}.parquet{'.zst' if packed else ''}")
+        files.append(tmp_path / f"{name}.parquet{'.zst' if compressed else ''}")
         pq.write_table(pa.table(table), tmp_path / "plain.parquet")
         data = (tmp_path / "plain.parquet").read_bytes()
-        files[-1].write_bytes(zstandard.compress(data) if packed else data)
+        files[-1].write_bytes(zstandard.compress(data) if compressed else data)
     options = parquet_log.Options(impressions=(str(files[0]),), engagements=(str(files[1]),))
     events = list(parquet_log.open(options, SCHEMA, 0).events)
     assert [(type(e), e.request_id, e.time_ms) for e in events] == [
@@ -158,8 +162,8 @@ def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
     assert isinstance(request, Request) and request.user_id == 0 and "brands" not in request.nro
 
 
-def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
-    head, *rows = SHOWN.splitlines(keepends=True)
+def test_compressed_csv_files_are_read_in_any_order(tmp_path: Path) -> None:
+    head, *rows = IMPRESSIONS_CSV.splitlines(keepends=True)
     paths = []
     for n, row in enumerate(reversed(rows)):
         paths.append(tmp_path / f"{n}.csv.gz")
@@ -181,9 +185,9 @@ def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
         ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price'"),
     ],
 )
-def test_a_table_of_another_form_is_reported(tmp_path: Path, shown: str, message: str) -> None:
+def test_a_table_with_other_columns_is_reported(tmp_path: Path, shown: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        csv_of(tmp_path, shown)
+        open_csv(tmp_path, shown)
 
 
 ROW = "r9,1700000003000,5,1,1,,1,,0\n"
@@ -202,41 +206,43 @@ ROW = "r9,1700000003000,5,1,1,,1,,0\n"
         (ROW + ROW.replace(",1,,1", ",2,,1"), r"value in all rows of request 'r9'"),
     ],
 )
-def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
+def test_an_invalid_row_is_reported_with_its_line_or_skipped_and_counted(
     tmp_path: Path, row: str, message: str
 ) -> None:
     with pytest.raises(LogError, match=message):
-        list(csv_of(tmp_path, SHOWN + row).events)
-    patient = csv_of(tmp_path, SHOWN + row + "\n" + ROW.replace("r9", "good"), skip_bad=True)
-    assert [e.request_id for e in patient.events if isinstance(e, Request)] == ["r1", "r2", "good"]
-    assert patient.skipped().number == 1
+        list(open_csv(tmp_path, IMPRESSIONS_CSV + row).events)
+    skipping_log = open_csv(tmp_path, IMPRESSIONS_CSV + row + "\n" + ROW.replace("r9", "good"), skip_bad=True)
+    assert [e.request_id for e in skipping_log.events if isinstance(e, Request)] == ["r1", "r2", "good"]
+    assert skipping_log.skipped().number == 1
 
 
 def test_a_column_without_a_name_can_be_ignored(tmp_path: Path) -> None:
-    shown = "".join(f"{n},{line}\n" if n else f",{line}\n" for n, line in enumerate(SHOWN.splitlines()))
+    shown = "".join(
+        f"{n},{line}\n" if n else f",{line}\n" for n, line in enumerate(IMPRESSIONS_CSV.splitlines())
+    )
     with pytest.raises(ConfigError, match="'column_1'"):
-        csv_of(tmp_path, shown)
-    log = csv_of(tmp_path, shown, ignore=("column_1",))
-    assert [plain(event) for event in log.events] == [plain(event) for event in expected()]
+        open_csv(tmp_path, shown)
+    log = open_csv(tmp_path, shown, ignore=("column_1",))
+    assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
 
 
 def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
     bad = "r9,soon,5,1,1,,1,,0\n"
-    log = csv_of(tmp_path, SHOWN + bad + bad, skip_bad=True)
+    log = open_csv(tmp_path, IMPRESSIONS_CSV + bad + bad, skip_bad=True)
     assert sum(isinstance(event, Request) for event in log.events) == 2
     assert log.skipped().number == 2
 
 
 @pytest.mark.parametrize("bad", ["1700000000000,ann,3,2.5,,dear,7,5", "soon,ann,3,2.5,,80,7,5"])
-def test_a_request_with_a_row_that_cannot_be_read_is_left_out_as_a_whole(tmp_path: Path, bad: str) -> None:
-    """The rest of it is not the list that was shown."""
-    log = csv_of(tmp_path, f"{SHOWN}r1,{bad}\n", skip_bad=True)
+def test_a_request_with_an_unreadable_row_is_skipped_as_a_whole(tmp_path: Path, bad: str) -> None:
+    """The remaining rows would not be the list that was shown."""
+    log = open_csv(tmp_path, f"{IMPRESSIONS_CSV}r1,{bad}\n", skip_bad=True)
     assert [event.request_id for event in log.events if isinstance(event, Request)] == ["r2"]
     assert log.skipped().number == 1 and "shown.csv:5" in log.skipped().first[0]
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_other_delimiters_say_the_same(tmp_path: Path, delimiter: str) -> None:
+def test_other_delimiters_give_the_same_events(tmp_path: Path, delimiter: str) -> None:
     def with_delimiter(text: str) -> str:
         out = io.StringIO()
         rows = [[cell.replace("2.5", "2,5") if delimiter == ";" else cell for cell in row]
@@ -244,18 +250,18 @@ def test_other_delimiters_say_the_same(tmp_path: Path, delimiter: str) -> None:
         csv.writer(out, delimiter=delimiter).writerows(rows)
         return out.getvalue()
 
-    log = csv_of(tmp_path, with_delimiter(SHOWN), with_delimiter(DONE))
-    assert [plain(event) for event in log.events] == [plain(event) for event in expected()]
+    log = open_csv(tmp_path, with_delimiter(IMPRESSIONS_CSV), with_delimiter(ENGAGEMENTS_CSV))
+    assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
 
 
-def test_a_line_break_in_a_cell_ends_no_row_wherever_the_reader_cuts_its_blocks(tmp_path: Path) -> None:
+def test_a_line_break_in_a_cell_does_not_end_the_row(tmp_path: Path) -> None:
     row = f'r{{n}},{T0},u,1,1,,1,"{"x" * 100}\ny",0\n'
-    shown = SHOWN.split("\n")[0] + "\n" + "".join(row.format(n=n) for n in range(20_000))
-    assert len(list(csv_of(tmp_path, shown, DONE.split("\n")[0] + "\n").events)) == 20_000
+    shown = IMPRESSIONS_CSV.split("\n")[0] + "\n" + "".join(row.format(n=n) for n in range(20_000))
+    assert len(list(open_csv(tmp_path, shown, ENGAGEMENTS_CSV.split("\n")[0] + "\n").events)) == 20_000
 
 
 @pytest.mark.parametrize(
-    ("content", "word"),
+    ("content", "message_part"),
     [
         (b"request_id,time,item_id\rr,1700000000000,1\r", r"\\r alone"),
         ("request_id,time,item_id\nr,1700000000000,1\n".encode("utf-16"), "-f UTF-16"),
@@ -263,18 +269,18 @@ def test_a_line_break_in_a_cell_ends_no_row_wherever_the_reader_cuts_its_blocks(
         (b"PAR1\xff\xff", "parquet"),
     ],
 )
-def test_a_file_that_is_no_text_in_utf8_is_refused_with_its_cure(
-    tmp_path: Path, content: bytes, word: str
+def test_a_file_that_is_not_utf8_text_is_rejected_with_the_command_to_convert_it(
+    tmp_path: Path, content: bytes, message_part: str
 ) -> None:
     file = tmp_path / "shown.csv"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(ConfigError, match=message_part):
         csv_log.open(csv_log.Options(impressions=(str(file),)), SCHEMA, 0)
 
 
-def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:
+def test_columns_may_be_ignored_and_empty_lines_are_skipped(tmp_path: Path) -> None:
     shown = "request_id,time,item_id,note\n\nr,1700000000000,1,x\n\nr,1700000000000,2,y\n"
-    (request,) = csv_of(tmp_path, shown, "request_id,time,item_id,action\n", ignore=("note",)).events
+    (request,) = open_csv(tmp_path, shown, "request_id,time,item_id,action\n", ignore=("note",)).events
     assert isinstance(request, Request)
     assert request.items_n.tolist() == [1, 2]
     assert request.where.endswith("shown.csv:3")

@@ -1,4 +1,5 @@
-"""Yambda's files in the shape of their publication, made here: which requests and actions they become."""
+"""Replaying Yambda: files in the published formats become requests and actions. The tests write small
+ones."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def react(event_type: str, uid: int, at_s: int, item: int) -> Event:
 
 
 def write(path: Path, events: list[Event], *, sequential: bool = False, types: bool = False) -> str:
-    """`types`: as multi_event.parquet, with the column event_type as categories; else of one type."""
+    """Write events in a published format. With `types` it is multi_event.parquet, which has a column
+    event_type. Otherwise the file has events of one type."""
     events = sorted(events, key=lambda e: (e["uid"], e["timestamp"]))
     kinds = {**COMMON, **({"event_type": pa.string()} if types else {})}
     kinds |= LISTENED if types or all(e["event_type"] == "listen" for e in events) else {}
@@ -69,19 +71,21 @@ def users(events: list[Event]) -> list[int]:
     return list(dict.fromkeys(e["uid"] for e in events))
 
 
-def multi(folder: Path, events: list[Event], *, sequential: bool = False, **settings: Any) -> yambda.Options:
+def multi_event_options(
+    folder: Path, events: list[Event], *, sequential: bool = False, **settings: Any
+) -> yambda.Options:
     path = write(folder / "multi_event.parquet", events, sequential=sequential, types=True)
     return yambda.Options(multi_event=(path,), **settings)
 
 
-def opened(options: yambda.Options) -> EventLog:
+def open_log(options: yambda.Options) -> EventLog:
     return yambda.open(options, load_schema(yambda.Options.default_schema or ""), WINDOW_MS)
 
 
-def told(options: yambda.Options) -> list[tuple[Any, ...]]:
-    """The events, times in seconds of the files."""
+def events_as_tuples(options: yambda.Options) -> list[tuple[Any, ...]]:
+    """Read the events as tuples. Times are in seconds, as in the files."""
     out: list[tuple[Any, ...]] = []
-    for event in opened(options).events:
+    for event in open_log(options).events:
         at_s = (event.time_ms - yambda.START_MS) / 1000
         if isinstance(event, Request):
             out.append((at_s, event.request_id, event.user_id, event.items_n.tolist()))
@@ -90,9 +94,9 @@ def told(options: yambda.Options) -> list[tuple[Any, ...]]:
     return out
 
 
-def test_listens_in_a_row_are_a_request_and_what_was_played_to_the_half_is_listened(tmp_path: Path) -> None:
+def test_consecutive_listens_are_a_request_and_those_played_to_the_half_are_positive(tmp_path: Path) -> None:
     events = [listen(7, 100, 1, 49), listen(7, 300, 2, 50), listen(9, 200, 1), listen(7, 500, 3, 120)]
-    assert told(multi(tmp_path, events)) == [
+    assert events_as_tuples(multi_event_options(tmp_path, events)) == [
         (100, "7-0", 7, [1, 2, 3]),
         (200, "9-0", 9, [1]),
         (200, "9-0", "listen_plus", 1, 100),
@@ -122,10 +126,10 @@ def test_listens_in_a_row_are_a_request_and_what_was_played_to_the_half_is_liste
     ],
     ids=["a pause", "a track twice", "full", "the join window", "another user", "organic", "all listens"],
 )
-def test_where_requests_are_cut(
+def test_a_new_request_starts_after_a_pause_or_a_limit(
     tmp_path: Path, events: list[Event], settings: dict[str, Any], lists: list[list[int]]
 ) -> None:
-    log = opened(multi(tmp_path, events, **settings))
+    log = open_log(multi_event_options(tmp_path, events, **settings))
     requests = [event for event in log.events if isinstance(event, Request)]
     assert [request.items_n.tolist() for request in requests] == lists
     assert log.num_requests == len(lists) == len({request.request_id for request in requests})
@@ -133,7 +137,11 @@ def test_where_requests_are_cut(
 
 def test_a_session_may_have_several_requests(tmp_path: Path) -> None:
     events = [listen(7, 0, 1), listen(7, 5, 2), listen(7, 9000, 3)]
-    requests = [e for e in opened(multi(tmp_path, events, max_candidates=1)).events if isinstance(e, Request)]
+    requests = [
+        e
+        for e in open_log(multi_event_options(tmp_path, events, max_candidates=1)).events
+        if isinstance(e, Request)
+    ]
     first, second, third = (request.session_id for request in requests)
     assert first == second != third
 
@@ -141,16 +149,16 @@ def test_a_session_may_have_several_requests(tmp_path: Path) -> None:
 def test_a_reaction_belongs_to_the_newest_request_with_its_track(tmp_path: Path) -> None:
     events = [
         listen(7, 0, 1, 10),
-        listen(7, 100, 1, 10),  # a new request, because the track comes again
+        listen(7, 100, 1, 10),  # a new request, because the track is repeated
         react("like", 7, 100, 1),
         react("dislike", 7, 50, 1),
-        react("like", 7, 1900, 1),  # a join window after its request
-        react("like", 7, 200, 5),  # was not played
-        react("like", 8, 200, 1),  # of another user
+        react("like", 7, 1900, 1),  # after the join window of the request
+        react("like", 7, 200, 5),  # this track was not played
+        react("like", 8, 200, 1),  # this user played nothing
         react("unlike", 7, 300, 1),
         react("undislike", 7, 300, 1),
     ]
-    assert told(multi(tmp_path, events)) == [
+    assert events_as_tuples(multi_event_options(tmp_path, events)) == [
         (0, "7-0", 7, [1]),
         (50, "7-0", "dislike", 1, 1.0),
         (100, "7-1", 7, [1]),
@@ -160,15 +168,17 @@ def test_a_reaction_belongs_to_the_newest_request_with_its_track(tmp_path: Path)
 
 def test_organic_listens_are_in_the_history_at_their_own_times(tmp_path: Path) -> None:
     events = [listen(9, 50, 4, organic=1), listen(7, 100, 1, organic=1), listen(7, 5, 2, 49, organic=1)]
-    clicks = opened(multi(tmp_path, [*events, listen(7, 0, 3)])).unlogged_clicks
+    clicks = open_log(multi_event_options(tmp_path, [*events, listen(7, 0, 3)])).unlogged_clicks
     assert clicks is not None
     assert (clicks.user_N.tolist(), clicks.item_N.tolist()) == ([9, 7], [4, 1])
     assert clicks.time_ms_N.tolist() == [yambda.START_MS + 50_000, yambda.START_MS + 100_000]
-    assert opened(multi(tmp_path, events, organic="candidates")).unlogged_clicks is None
+    assert open_log(multi_event_options(tmp_path, events, organic="candidates")).unlogged_clicks is None
 
 
 def test_features_are_those_that_the_schema_declares(tmp_path: Path) -> None:
-    (request, *_) = opened(multi(tmp_path, [listen(7, 0, 1, 0, length_s=215), listen(7, 5, 2, 0)])).events
+    (request, *_) = open_log(
+        multi_event_options(tmp_path, [listen(7, 0, 1, 0, length_s=215), listen(7, 5, 2, 0)])
+    ).events
     assert isinstance(request, Request) and request.ro == {"user": [7]}
     assert {name: list(column) for name, column in request.nro.items()} == {
         "item": [1, 2],
@@ -177,11 +187,12 @@ def test_features_are_those_that_the_schema_declares(tmp_path: Path) -> None:
     }
     other = schema_from_dict({"nro": [{"name": "artist"}], "label": [{"name": "a", "action": "like"}]})
     with pytest.raises(SchemaError, match="'artist': expected an online feature or one of Yambda"):
-        yambda.open(multi(tmp_path, [listen(7, 0, 1)]), other, WINDOW_MS)
+        yambda.open(multi_event_options(tmp_path, [listen(7, 0, 1)]), other, WINDOW_MS)
 
 
-def world(num_events: int, days: int = 4) -> list[Event]:
-    """20 users and 60 tracks: those with even numbers are played to their end, and sometimes liked."""
+def random_events(num_events: int, days: int = 4) -> list[Event]:
+    """Draw events of 20 users and 60 tracks. Tracks with even numbers are mostly played to the end and
+    sometimes liked."""
     random = np.random.default_rng(0)
     events = []
     times = np.sort(random.integers(0, days * 17_280, num_events)) * 5
@@ -194,24 +205,24 @@ def world(num_events: int, days: int = 4) -> list[Event]:
     return events
 
 
-def test_all_published_forms_are_the_same_log(tmp_path: Path) -> None:
-    events = world(400)
-    expected = told(multi(tmp_path, events))
+def test_all_published_formats_give_the_same_log(tmp_path: Path) -> None:
+    events = random_events(400)
+    expected = events_as_tuples(multi_event_options(tmp_path, events))
     assert len(expected) > 400
-    assert told(multi(tmp_path, events, sequential=True)) == expected
+    assert events_as_tuples(multi_event_options(tmp_path, events, sequential=True)) == expected
     for sequential in (False, True):
         of_type = {
             kind: [e for e in events if e["event_type"] == kind] for kind in ("listen", "like", "dislike")
         }
         paths = {
-            f"{kind}s": (write(tmp_path / f"{kind}s.parquet", those, sequential=sequential),)
-            for kind, those in of_type.items()
-            if those
+            f"{kind}s": (write(tmp_path / f"{kind}s.parquet", typed_events, sequential=sequential),)
+            for kind, typed_events in of_type.items()
+            if typed_events
         }
-        assert set(paths) == {"listens", "likes"} and told(yambda.Options(**paths)) == expected
+        assert set(paths) == {"listens", "likes"} and events_as_tuples(yambda.Options(**paths)) == expected
     halves = [[e for e in events if e["uid"] % 2 == odd] for odd in (0, 1)]
     parts = tuple(write(tmp_path / f"part-{n}.parquet", half, types=True) for n, half in enumerate(halves))
-    assert told(yambda.Options(multi_event=parts)) == expected
+    assert events_as_tuples(yambda.Options(multi_event=parts)) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,7 +245,7 @@ def test_other_files_are_reported_with_their_column(
     columns = {name: value if isinstance(value, list) else [value] for name, value in table.items()}
     pq.write_table(pa.table(columns), path)
     with pytest.raises(ConfigError, match=message):
-        opened(yambda.Options(multi_event=(str(path),)))
+        open_log(yambda.Options(multi_event=(str(path),)))
 
 
 def test_lists_of_different_lengths_are_reported(tmp_path: Path) -> None:
@@ -243,7 +254,7 @@ def test_lists_of_different_lengths_are_reported(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), path)
     listens = write(tmp_path / "listens.parquet", [listen(1, 0, 1)])
     with pytest.raises(ConfigError, match=r"likes\.parquet: column 'timestamp': expected lists as long as"):
-        opened(yambda.Options(listens=(listens,), likes=(str(path),)))
+        open_log(yambda.Options(listens=(listens,), likes=(str(path),)))
 
 
 def test_either_all_events_or_files_by_type_are_needed(tmp_path: Path) -> None:
@@ -255,10 +266,12 @@ def test_either_all_events_or_files_by_type_are_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_candidates", [20, 1])
-def test_the_streaming_protocol_of_mlperf_runs_on_it(tmp_path: Path, max_candidates: int) -> None:
-    """Days are windows; the model is evaluated on the day after those that it was trained on."""
+def test_the_streaming_protocol_of_mlperf_runs_on_yambda(tmp_path: Path, max_candidates: int) -> None:
+    """A window is a day. The model is evaluated on the day after those on which it was trained."""
     report = tmp_path / "report.json"
-    options = multi(tmp_path, world(1200), organic="candidates", max_candidates=max_candidates)
+    options = multi_event_options(
+        tmp_path, random_events(1200), organic="candidates", max_candidates=max_candidates
+    )
     config = ReplayConfig(
         dataset="yambda",
         options=options,
@@ -272,5 +285,7 @@ def test_the_streaming_protocol_of_mlperf_runs_on_it(tmp_path: Path, max_candida
     assert result["counts"]["corrections"] == 0 and result["counts"]["dead_letters"] == {}
     streaming = result["streaming"]
     assert [w["window"] for w in streaming["windows"]] == [1, 2, 3]
-    assert streaming["mean"]["tasks"]["listen_plus"]["auc"] > 0.75, "good tracks are known after a day"
+    assert streaming["mean"]["tasks"]["listen_plus"]["auc"] > 0.75, (
+        "the model must know the good tracks after a day"
+    )
     assert set(result["positives"]) == {"listen_plus", "like"}

@@ -1,4 +1,4 @@
-"""Error messages are free of credentials and include notes."""
+"""Error messages contain no credentials, and they include the notes of the exception."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Ids: hashing into buckets, signed and unsigned form, Kafka keys and sample ids."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -48,7 +50,7 @@ def test_an_empty_text_or_an_integer_beyond_64_bits_is_rejected(value: int | str
         ids.item_id(value)
 
 
-def test_an_id_shown_in_its_other_form_gives_a_hint() -> None:
+def test_a_hint_names_the_text_or_integer_form_of_an_id_that_was_shown() -> None:
     text = ids.hash64("5")
     assert 'text "5"' in ids.other_id_form(5, [text, 9])
     assert "integer 5" in ids.other_id_form(text, [5, 9])

@@ -1,4 +1,4 @@
-"""The update rule of a table and its parameters, in a block of its own or as keys of the table."""
+"""The update rule of a table: its parameters are keys of the table or of a separate block."""
 
 from __future__ import annotations
 

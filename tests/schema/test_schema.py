@@ -1,4 +1,4 @@
-"""Errors in schemas, fingerprints, and reading the data of one schema with another."""
+"""Errors in schemas, fingerprints, and reading samples of one schema with another."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ WRONG = [
     (transform("output = 'a'\ninput = 'hour'\nop = 'rank'\n[[ro]]\nname = 'hour'"),
      "'hour' is request-only"),
     ("x = ", "expected TOML, got something else"),
-    # the line of the key itself, although its name occurs twice
+    # The error names the line of this key, although its name occurs twice.
     (GOOD.replace("dim = 8", "dim = 8\nrule = 'adam'") + "[tables.user]\ndim = 4\nrule = 'adm'\n",
      "schema.toml:15: key 'tables.user.rule'"),
     (GOOD + "[[ro]]\nname = ['price']\n", "schema.toml:13: key 'ro.name': expected text, got ['price']"),
@@ -133,7 +133,7 @@ def test_every_online_name_can_be_declared() -> None:
     assert [f.online for f in schema.ro] == list(ONLINE["ro"])
 
 
-def test_the_fingerprint_covers_only_what_bytes_depend_on() -> None:
+def test_the_fingerprint_covers_only_settings_that_change_the_encoding() -> None:
     base = parse_schema(GOOD).fingerprint
     for same in ("learning_rate = 0.5", "init_scale = 0.1"):
         assert parse_schema(GOOD.replace("dim = 8", f"dim = 8\n{same}")).fingerprint == base
@@ -168,7 +168,7 @@ def test_a_reading_plan_maps_known_features_and_marks_removed_ones() -> None:
     assert reading_plan(writer, reader) == plan
 
 
-def test_how_wide_rows_are_does_not_change_how_samples_are_read() -> None:
+def test_the_width_of_rows_does_not_change_how_samples_are_read() -> None:
     wide = parse_schema(GOOD.replace("dim = 8", "dim = 16"))
     assert (
         reading_plan(wide, parse_schema(GOOD))
@@ -187,7 +187,7 @@ def test_how_wide_rows_are_does_not_change_how_samples_are_read() -> None:
         ("d4-sgd", None),
     ],
 )
-def test_a_stack_s_shape_is_in_its_name(stack: str, shape: tuple[int, int] | None) -> None:
+def test_the_name_of_a_stack_determines_its_shape(stack: str, shape: tuple[int, int] | None) -> None:
     assert stack_shape(stack) == shape
 
 

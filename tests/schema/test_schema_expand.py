@@ -1,4 +1,4 @@
-"""A family of names expands to the same schema and fingerprint as the names written out."""
+"""Patterns such as "ctr_{10m,1h}" expand to the same schema and fingerprint as the separate names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_shipped_schema_keeps_its_fingerprint(name: str, fingerprint: int) -> 
     assert load_schema(SHIPPED / f"{name}.toml").fingerprint == fingerprint
 
 
-def test_a_schema_with_families_equals_the_one_written_out() -> None:
+def test_a_schema_with_patterns_equals_the_schema_with_separate_names() -> None:
     assert load_schema(SHIPPED / "demo.toml") == load_schema(LONG)
 
 
@@ -50,11 +50,11 @@ def test_an_expanded_schema_reads_as_the_same_schema(defaults: bool) -> None:
         ("", ("",)),
     ],
 )
-def test_of_several_braces_the_last_varies_fastest(pattern: str, names: tuple[str, ...]) -> None:
+def test_with_several_braces_the_last_one_varies_fastest(pattern: str, names: tuple[str, ...]) -> None:
     assert names_of(pattern) == names
 
 
-def test_a_family_of_features_is_named_after_its_online_values() -> None:
+def test_features_of_a_pattern_are_named_after_their_online_values() -> None:
     schema = parse_schema(
         LABEL + '[[nro]]\nonline = "{views,ctr}_{10m,1h}"\ndefault = 2.0\n[[nro]]\nname = "{a,b}"\n'
     )
@@ -155,7 +155,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG, ids=[m[:60] for _, m in WRONG])
-def test_an_error_in_a_family_names_line_and_pattern(tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_in_a_pattern_names_line_and_pattern(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "schema.toml"
     path.write_text(text if LABEL in text else LABEL + text, encoding="utf-8")
     with pytest.raises(SchemaError) as error:

@@ -1,3 +1,5 @@
+"""The registry stores schemas in the checkpoint store and finds them by fingerprint."""
+
 from __future__ import annotations
 
 from pathlib import Path

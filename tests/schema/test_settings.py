@@ -1,4 +1,4 @@
-"""Settings come from a TOML file, the environment and flags; every error is one line that names the
+"""Loading settings from a TOML file, the environment and flags. Each error is one line that names the
 setting."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Program(Settings):
             raise setting_error("index", f"less than window_ms = {self.window_ms}", self.index, "lower it")
 
 
-def loaded(tmp_path: Path, text: str, **environ: str) -> Program:
+def load_settings(tmp_path: Path, text: str, **environ: str) -> Program:
     path = tmp_path / "p.toml"
     path.write_text(text, encoding="utf-8")
     return load(Program, path, program="prog", environ=environ)
@@ -97,7 +97,7 @@ GOOD = 'listen = "a:1"\n'
     ],
 )
 def test_a_file_sets_a_field(tmp_path: Path, text: str, field: str, value: object) -> None:
-    assert getattr(loaded(tmp_path, GOOD + text), field) == value
+    assert getattr(load_settings(tmp_path, GOOD + text), field) == value
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_file_sets_a_field(tmp_path: Path, text: str, field: str, value: objec
     ],
 )
 def test_the_environment_overrides_the_file(tmp_path: Path, name: str, text: str, value: object) -> None:
-    config = loaded(tmp_path, GOOD + "window_ms = 1", **{f"ROOSTREAM_PROG_{name}": text})
+    config = load_settings(tmp_path, GOOD + "window_ms = 1", **{f"ROOSTREAM_PROG_{name}": text})
     assert getattr(config, name.lower()) == value
 
 
@@ -154,7 +154,7 @@ def test_flags_override_all_and_none_is_not_given(tmp_path: Path) -> None:
 )
 def test_an_error_in_a_file_names_line_key_and_value(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        loaded(tmp_path, text)
+        load_settings(tmp_path, text)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -177,7 +177,7 @@ def test_an_error_in_the_environment_names_the_variable(
     tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        loaded(tmp_path, GOOD, **{f"ROOSTREAM_PROG_{name}": text})
+        load_settings(tmp_path, GOOD, **{f"ROOSTREAM_PROG_{name}": text})
     assert message in str(error.value) and "s3cret" not in str(error.value)
 
 
@@ -212,10 +212,12 @@ def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
 
 
 def test_a_short_name_works_in_the_environment_but_not_beside_the_long_one(tmp_path: Path) -> None:
-    config = loaded(tmp_path, GOOD + "window = 1", ROOSTREAM_PROG_WINDOW="2s", ROOSTREAM_PROG_BODY="1MiB")
+    config = load_settings(
+        tmp_path, GOOD + "window = 1", ROOSTREAM_PROG_WINDOW="2s", ROOSTREAM_PROG_BODY="1MiB"
+    )
     assert (config.window_ms, config.body_bytes) == (2000, 1 << 20)
     with pytest.raises(ConfigError, match="got ROOSTREAM_PROG_WINDOW too"):
-        loaded(tmp_path, GOOD, ROOSTREAM_PROG_WINDOW="2s", ROOSTREAM_PROG_WINDOW_MS="3")
+        load_settings(tmp_path, GOOD, ROOSTREAM_PROG_WINDOW="2s", ROOSTREAM_PROG_WINDOW_MS="3")
 
 
 def test_a_short_name_that_could_be_two_keys_is_rejected(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_a_variable_of_an_unknown_program_is_rejected_with_the_nearest() -> None
 @pytest.mark.parametrize("text", ["[login]\npasword = 's3cret'", "[login]\npassword = ['s3cret']"])
 def test_a_secret_is_in_no_message_and_no_repr(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        loaded(tmp_path, GOOD + text)
+        load_settings(tmp_path, GOOD + text)
     assert "s3cret" not in str(caught.value) and "password" in str(caught.value)
     assert "s3cret" not in repr(Program(listen="a:1", login=Login(password="s3cret")))
 
@@ -276,22 +278,22 @@ def test_durations_and_sizes_have_units() -> None:
         parse_bytes("20s")
 
 
-def test_a_name_can_stand_in_files_topics_and_metrics() -> None:
+def test_names_are_limited_to_characters_that_files_topics_and_metrics_allow() -> None:
     check_name("table", "item_id-2")
     with pytest.raises(ConfigError, match="table 'Item'"):
         check_name("table", "Item")
 
 
-# ---- references: ${NAME} and ${file:PATH} ----
+# References to variables and files: ${NAME} and ${file:PATH}
 def test_a_variable_may_stand_anywhere_in_a_text(tmp_path: Path) -> None:
     text = 'listen = "${HOST}.${ZONE}:70"\nnames = { a = "${HOST}" }'
-    config = loaded(tmp_path, text, HOST="shard-0", ZONE="west")
+    config = load_settings(tmp_path, text, HOST="shard-0", ZONE="west")
     assert (config.listen, config.names) == ("shard-0.west:70", {"a": "shard-0"})
 
 
 def test_a_referenced_file_loses_its_last_newline(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3c ret\n\n")
-    config = loaded(tmp_path, GOOD + f'[login]\npassword = "${{file:{tmp_path}/secret}}"')
+    config = load_settings(tmp_path, GOOD + f'[login]\npassword = "${{file:{tmp_path}/secret}}"')
     assert config.login.password == "s3c ret\n"
 
 
@@ -300,7 +302,7 @@ def test_a_reference_is_converted_to_the_type_of_its_setting(tmp_path: Path) -> 
         'index="${N}"\nwindow="${T}"\nbody_bytes="${B}"\nratio="${F}"\nexact="${Y}"\nmode="${M}"\nhome="${H}"'
     )
     environ = {"N": "8", "T": "20s", "B": "64", "F": "0.25", "Y": "true", "M": "user", "H": "/data"}
-    config = loaded(tmp_path, GOOD + text, **environ)
+    config = load_settings(tmp_path, GOOD + text, **environ)
     assert (config.index, config.window_ms, config.body_bytes, config.ratio) == (8, 20_000, 64, 0.25)
     assert (config.exact, config.mode, config.home) == (True, "user", Path("/data"))
 
@@ -309,20 +311,20 @@ def test_a_reference_is_converted_to_the_type_of_its_setting(tmp_path: Path) -> 
     ("text", "value"), [('["${A}:1", "b:2"]', "a"), ('"${A}"', "a:1, b:2"), ('"${A}"', '["a:1", "b:2"]')]
 )
 def test_a_list_is_referenced_by_entry_or_as_a_whole(tmp_path: Path, text: str, value: str) -> None:
-    assert loaded(tmp_path, f"{GOOD}shards = {text}", A=value).shards == ("a:1", "b:2")
+    assert load_settings(tmp_path, f"{GOOD}shards = {text}", A=value).shards == ("a:1", "b:2")
 
 
-def test_a_literal_dollar_brace_can_be_written(tmp_path: Path) -> None:
-    assert loaded(tmp_path, 'listen = "$${HOST}$5{}"').listen == "${HOST}$5{}"
+def test_a_doubled_dollar_sign_is_a_literal_one(tmp_path: Path) -> None:
+    assert load_settings(tmp_path, 'listen = "$${HOST}$5{}"').listen == "${HOST}$5{}"
 
 
 def test_a_referenced_value_is_never_shown(tmp_path: Path) -> None:
-    config = loaded(tmp_path, GOOD + '[login]\nuser = "${P}"', P="hunter2")
+    config = load_settings(tmp_path, GOOD + '[login]\nuser = "${P}"', P="hunter2")
     assert "hunter2" not in repr(config) and "'${P}'" in repr(config)
     assert json.loads(json.dumps(dataclasses.asdict(config), default=str))["login"]["user"] == "hunter2"
     for key in ("index", "window", "mode", "ratio", "login", "names"):
         with pytest.raises(ConfigError) as caught:
-            loaded(tmp_path, f'{GOOD}{key} = "${{P}}"', P="hunter2")
+            load_settings(tmp_path, f'{GOOD}{key} = "${{P}}"', P="hunter2")
         assert "hunter2" not in str(caught.value) and "${P}" in str(caught.value)
 
 
@@ -338,7 +340,7 @@ def test_a_referenced_value_is_never_shown(tmp_path: Path) -> None:
 )
 def test_a_reference_that_cannot_be_resolved_names_its_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        loaded(tmp_path, text)
+        load_settings(tmp_path, text)
 
 
 def test_a_referenced_file_is_small_and_text(tmp_path: Path) -> None:
@@ -346,7 +348,7 @@ def test_a_referenced_file_is_small_and_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, message in (("big", "at most 1048576 bytes"), ("binary", "not UTF-8")):
         with pytest.raises(ConfigError, match=message):
-            loaded(tmp_path, f'listen = "${{file:{tmp_path / name}}}"')
+            load_settings(tmp_path, f'listen = "${{file:{tmp_path / name}}}"')
 
 
 TEXT = '''# x
@@ -420,7 +422,9 @@ def test_an_absent_key_is_located_by_its_table() -> None:
     assert location.describe("a") == "f.toml:2: "
     assert location.describe("absent") == "f.toml: "
     assert location.child("tables", "item").describe("absent") == "f.toml:12: "
-    assert location.child("ro", 1).describe("window_ms") == "f.toml:21: ", "written without its unit"
+    assert location.child("ro", 1).describe("window_ms") == "f.toml:21: ", (
+        "the file has the short name without the unit"
+    )
     assert location.child("ro", 1).describe_first("name", "columns") == "f.toml:22: "
     assert location.child("ro", 1).describe_first("name", "online") == "f.toml:20: "
     assert SourceLocation().describe("a") == ""

@@ -19,10 +19,10 @@ from serving.request_batch import read_request
 from serving.scorer import first_version
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.version_follower import VersionFollower
-from tests.models.custom.test_loading import written
+from tests.models.custom.test_loading import write_model
 from tests.models.custom.test_model_checks import CODE
 from tests.models.model_cases import make_schema
-from tests.models.model_checks import as_served
+from tests.models.model_checks import make_request_blocks
 from tests.runtime.manifest_cases import a_manifest
 
 SCHEMA = make_schema("everything")
@@ -42,7 +42,7 @@ def follow_commit(folder: Path, config: ModelConfig, **changed: str) -> tuple[bo
 
 
 def test_the_served_model_code_is_that_of_training(tmp_path: Path) -> None:
-    served, versions = follow_commit(tmp_path / "store", load_model_config(written(tmp_path, CODE)))
+    served, versions = follow_commit(tmp_path / "store", load_model_config(write_model(tmp_path, CODE)))
     assert served and versions.newest.name == "1-1"
 
 
@@ -50,7 +50,7 @@ def test_a_version_with_other_code_is_skipped_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     served, versions = follow_commit(
-        tmp_path / "store", load_model_config(written(tmp_path, CODE)), code="0" * 64
+        tmp_path / "store", load_model_config(write_model(tmp_path, CODE)), code="0" * 64
     )
     assert not served and versions.newest.name == "0-0"
     (warning,) = [record.getMessage() for record in caplog.records]
@@ -61,8 +61,10 @@ def test_a_version_with_other_code_is_skipped_and_logged_once(
 def test_an_error_of_custom_code_is_logged_and_answered_without_paths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load_model_config(written(tmp_path, CODE.replace("return z_BT", "return z_BT.no_such_thing")))
-    ro, nro, item_n = as_served(SCHEMA, 3, seed=1)
+    config = load_model_config(
+        write_model(tmp_path, CODE.replace("return z_BT", "return z_BT.no_such_thing"))
+    )
+    ro, nro, item_n = make_request_blocks(SCHEMA, 3, seed=1)
     with pytest.raises(
         RequestError, match="the code of model version 0-0 failed; serving's log says where"
     ) as refused:

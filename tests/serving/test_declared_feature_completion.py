@@ -18,10 +18,10 @@ from serving.rank import Hydration, RankService
 from serving.rank_json import JsonParser
 from serving.scorer import first_version
 from serving.versions.loaded_versions import LoadedVersions
-from tests.online.counter_oracle import T0, schema_with
+from tests.online.counter_oracle import T0, schema_with_counters
 from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
-SCHEMA = schema_with(
+SCHEMA = schema_with_counters(
     [
         {"name": "here", "entity": ["page", "item"], "event": "order"},
         {"name": "orders", "entity": "user", "event": "order", "aggregation": "history"},

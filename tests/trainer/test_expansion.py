@@ -20,7 +20,7 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.transform import apply_transforms
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows
-from tests.models.model_checks import COUNTS, learn, trained_model
+from tests.models.model_checks import COUNTS, loss_and_gradients, trained_model
 from tests.trainer import samples
 from tests.trainer.loops import assert_a_restored_loop_continues_bit_equal, build
 from tests.trainer.network import CONTROLLER
@@ -68,7 +68,7 @@ def test_batches_have_one_size_and_hold_each_impression_once_in_order() -> None:
 def test_g10_gradients_equal_those_of_requests_with_list_context(config: ModelConfig) -> None:
     torch.set_num_threads(1)
     model, batch = trained_model(SCHEMA, config), make_batch(SCHEMA, COUNTS, seed=3)
-    value, dense, rows = learn(model, batch)
+    value, dense, rows = loss_and_gradients(model, batch)
     (part,) = Expansion(batch.num_candidates, SCHEMA).add(batch)
     assert part.batch.num_requests == batch.num_candidates > batch.num_requests
     rows_by_stack = make_rows(SCHEMA, part.lookup)

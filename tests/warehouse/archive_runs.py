@@ -1,4 +1,5 @@
-"""Archivers over a topic in memory, in this process or in ones that are killed."""
+"""Runs archivers over a topic in memory: in the process of the test, or in forked processes that are
+killed."""
 
 from __future__ import annotations
 
@@ -32,24 +33,26 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.columnar import REQUEST, ColumnType
 from roostream.wire.records import Record
 from tests.trainer.memory_store import MemoryStore
-from tests.warehouse.sample_cases import keyed, rich_records, rich_schema
+from tests.warehouse.sample_cases import rich_records, rich_schema, with_joiner_keys
 
 PARTITIONS, DAYS = 2, 12
 DAY_MS = 86_400_000
 TOPIC_IDS = {"samples": "topic-1", "corrections": "topic-2"}
-RULE = FlushPolicy(bytes=1 << 14, after_ms=200)
+FLUSH_POLICY = FlushPolicy(bytes=1 << 14, after_ms=200)
+
+ReportStarted = Callable[[], object]
 
 
-Begun = Callable[[], object]
-
-
-def topic(schema: Schema, per_partition: int, days: int = 1) -> list[Record]:
-    """Samples with distinct ids, alternately in each partition; they close in order, over so many days."""
-    made = []
+def make_topic_records(schema: Schema, per_partition: int, days: int = 1) -> list[Record]:
+    """Build samples with distinct ids for each partition. They close in the order of their offsets, over
+    `days` days."""
+    records = []
     for p in range(PARTITIONS):
-        for n, record in enumerate(keyed(rich_records(schema, per_partition, partition=p))):
-            made.append(_closed(record._replace(offset=n), n * days // per_partition, PARTITIONS * n + p + 1))
-    return made
+        for n, record in enumerate(with_joiner_keys(rich_records(schema, per_partition, partition=p))):
+            records.append(
+                _closed(record._replace(offset=n), n * days // per_partition, PARTITIONS * n + p + 1)
+            )
+    return records
 
 
 def _closed(record: Record, day: int, number: int) -> Record:
@@ -58,41 +61,42 @@ def _closed(record: Record, day: int, number: int) -> Record:
     return record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms)
 
 
-def an_archiver(
-    place: str | Path,
+def make_archiver(
+    location: str | Path,
     records: Sequence[Record],
     numbers: Sequence[int] = range(PARTITIONS),
     clock: Clock | None = None,
     topics: Mapping[str, str] = TOPIC_IDS,
     memory: CheckpointStore | None = None,
 ) -> tuple[Archiver, MemoryConsumer, list[DeadRecord]]:
-    """An archiver of these partition numbers, its consumer, and the records that it could not read."""
+    """Build an archiver of these partitions. Return it, its consumer, and the list of records that it cannot
+    read."""
     schema, dead = rich_schema(), list[DeadRecord]()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
     reader = MemoryConsumer(partitions, [r for r in records if (r.topic, r.partition) in partitions])
     registry = {schema.fingerprint: schema}.get
     archiver = Archiver(
-        Warehouse(place),
+        Warehouse(location),
         reader,
         dict(topics),
         lambda: topics,
         registry,
         memory or MemoryStore(),
-        RULE,
+        FLUSH_POLICY,
         dead.extend,
         clock or FakeClock(),
     )
     return archiver, reader, dead
 
 
-def places(place: str | Path, table: str = "samples") -> Counter[tuple[int, int]]:
-    """(partition, offset) of every row of a table → how often it is there."""
-    return Counter({at[:2]: n for at, n in rows_at(place, table).items()})
+def count_offsets(location: str | Path, table: str = "samples") -> Counter[tuple[int, int]]:
+    """Count how often each (partition, offset) occurs in the table."""
+    return Counter({at[:2]: n for at, n in count_rows(location, table).items()})
 
 
-def rows_at(place: str | Path, table: str = "samples") -> Counter[tuple[int, int, int]]:
-    """(partition, offset, sample id) of every row of a table → how often it is there."""
-    warehouse, found = Warehouse(place), Counter[tuple[int, int, int]]()
+def count_rows(location: str | Path, table: str = "samples") -> Counter[tuple[int, int, int]]:
+    """Count how often each (partition, offset, sample id) occurs in the table."""
+    warehouse, found = Warehouse(location), Counter[tuple[int, int, int]]()
     column_types: dict[str, ColumnType] = {name: REQUEST[name] for name in ("offset", "sample_id")}
     for file in warehouse.tables[table].snapshot().files:
         columns, _ = warehouse.open_file(table, file).columns(column_types)
@@ -101,11 +105,12 @@ def rows_at(place: str | Path, table: str = "samples") -> Counter[tuple[int, int
     return found
 
 
-def archive_until_done(place: str, records: Sequence[Record], begun: Begun) -> None:
-    """The body of a process that is killed: continue where the table says until every record is stored."""
-    archiver, reader, _ = an_archiver(place, records, clock=SystemClock())
+def archive_until_done(location: str, records: Sequence[Record], report_started: ReportStarted) -> None:
+    """Run an archiver until it has stored every record. It is the main function of a process that may be
+    killed; the archiver continues at the progress in the table."""
+    archiver, reader, _ = make_archiver(location, records, clock=SystemClock())
     archiver.open()
-    begun()
+    report_started()
     while True:
         archiver.turn(0.0, max_records=13)
         if reader.at_end() and not archiver.num_buffered_bytes:
@@ -113,16 +118,16 @@ def archive_until_done(place: str, records: Sequence[Record], begun: Begun) -> N
         time.sleep(0.002)
 
 
-def a_compactor_of(place: str | Path) -> Compactor:
-    config = CompactorConfig(warehouse=str(place), seal_after_ms=0, vacuum_after_hours=1)
-    return Compactor(Warehouse(place), config, SystemClock())
+def make_compactor(location: str | Path) -> Compactor:
+    config = CompactorConfig(warehouse=str(location), seal_after_ms=0, vacuum_after_hours=1)
+    return Compactor(Warehouse(location), config, SystemClock())
 
 
-def compact_for_ever(place: str, begun: Begun) -> None:
-    """The body of a compactor process that is killed."""
-    compactor, stop = a_compactor_of(place), threading.Event()
+def compact_forever(location: str, report_started: ReportStarted) -> None:
+    """Run a compactor until the process is killed."""
+    compactor, stop = make_compactor(location), threading.Event()
     compactor.warehouse.create()
-    begun()
+    report_started()
     while True:
         with contextlib.suppress(UnavailableError):
             compactor.run_once(stop)
@@ -130,71 +135,75 @@ def compact_for_ever(place: str, begun: Begun) -> None:
 
 
 @dataclasses.dataclass
-class Kills:
-    """How many processes were killed after they had begun."""
+class KillCounts:
+    """The number of processes that were killed after they had started their work."""
 
     archivers: int = 0
     compactors: int = 0
 
 
-def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -> Kills:
-    """Run two archivers of all partitions and two compactors; kill one at a time, at any moment after it has
-    begun, and restart it, until `kills` were killed; then let the archivers finish. A separate process forks
+def kill_competing_processes(location: Path, *, kills: int, per_partition: int, seed: int = 0) -> KillCounts:
+    """Run two archivers of all partitions and two compactors. Kill one at a random moment after its start and
+    restart it, until `kills` processes were killed. Then let the archivers finish. A separate process forks
     them, because threads of the libraries do not survive a fork."""
-    arguments = map(str, (place, kills, per_partition, seed))
+    arguments = map(str, (location, kills, per_partition, seed))
     command = [sys.executable, "-m", "tests.warehouse.archive_runs", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return Kills(**json.loads(done.stdout))
+    return KillCounts(**json.loads(done.stdout))
 
 
-class Rival(NamedTuple):
-    """A process, and the pipe on which it reports that it has begun."""
+class CompetingProcess(NamedTuple):
+    """A forked process, and the pipe on which it reports that it has started its work."""
 
     pid: int
-    begun: int
+    started_pipe: int
 
 
-def _started(n: int, place: str, records: Sequence[Record]) -> Rival:
-    """Archivers are 0 and 1, compactors 2 and 3."""
-    hears, tells = os.pipe()
+def _fork_process(n: int, location: str, records: Sequence[Record]) -> CompetingProcess:
+    """Fork process number n: 0 and 1 are archivers, 2 and 3 are compactors."""
+    read_end, write_end = os.pipe()
     if pid := os.fork():
-        os.close(tells)
-        return Rival(pid, hears)
+        os.close(write_end)
+        return CompetingProcess(pid, read_end)
     code = 1
     try:
-        begun = functools.partial(os.write, tells, b"!")
-        archive_until_done(place, records, begun) if n < 2 else compact_for_ever(place, begun)
+        report_started = functools.partial(os.write, write_end, b"!")
+        if n < 2:
+            archive_until_done(location, records, report_started)
+        else:
+            compact_forever(location, report_started)
         code = 0
     finally:
         os._exit(code)
 
 
-def _kill(rival: Rival, after_s: float = 0.0) -> bool:
-    """Kill it `after_s` after it began. False: it had ended by itself."""
-    has_begun = os.read(rival.begun, 1) == b"!"
-    os.close(rival.begun)
+def _kill(process: CompetingProcess, after_s: float = 0.0) -> bool:
+    """Kill the process `after_s` after its start. Return False if it had ended by itself."""
+    has_started = os.read(process.started_pipe, 1) == b"!"
+    os.close(process.started_pipe)
     time.sleep(after_s)
-    os.kill(rival.pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(rival.pid, 0)[1]) == -signal.SIGKILL and has_begun
+    os.kill(process.pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1]) == -signal.SIGKILL and has_started
 
 
-def _kill_rivals(place: str, kills: int, per_partition: int, seed: int) -> Kills:
-    rng, killed, records = random.Random(seed), Kills(), topic(rich_schema(), per_partition, DAYS)
-    rivals = [_started(n, place, records) for n in range(4)]
-    while killed.archivers + killed.compactors < kills:
+def _run_competing_processes(location: str, kills: int, per_partition: int, seed: int) -> KillCounts:
+    rng, kill_counts = random.Random(seed), KillCounts()
+    records = make_topic_records(rich_schema(), per_partition, DAYS)
+    processes = [_fork_process(n, location, records) for n in range(4)]
+    while kill_counts.archivers + kill_counts.compactors < kills:
         victim = rng.randrange(4)
-        was = _kill(rivals[victim], rng.uniform(0.0, 0.6))
-        killed.archivers += was and victim < 2
-        killed.compactors += was and victim >= 2
-        rivals[victim] = _started(victim, place, records)
-        print(killed, file=sys.stderr, flush=True)
-    for rival in rivals[:2]:
-        assert os.waitpid(rival.pid, 0)[1] == 0
-    for rival in rivals[2:]:
-        _kill(rival)
-    return killed
+        was_killed = _kill(processes[victim], rng.uniform(0.0, 0.6))
+        kill_counts.archivers += was_killed and victim < 2
+        kill_counts.compactors += was_killed and victim >= 2
+        processes[victim] = _fork_process(victim, location, records)
+        print(kill_counts, file=sys.stderr, flush=True)
+    for process in processes[:2]:
+        assert os.waitpid(process.pid, 0)[1] == 0
+    for process in processes[2:]:
+        _kill(process)
+    return kill_counts
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(_kill_rivals(sys.argv[1], *map(int, sys.argv[2:])))))
+    print(json.dumps(dataclasses.asdict(_run_competing_processes(sys.argv[1], *map(int, sys.argv[2:])))))

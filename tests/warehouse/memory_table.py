@@ -1,4 +1,4 @@
-"""A table in memory: records of `samples` as files of rows, as an archiver and a compactor leave them."""
+"""An in-memory table of sample files, as an archiver and a compactor write them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data_file(
     sealed: bool = False,
     topic: str = "",
 ) -> DataFile:
-    """A file as a table's log describes it."""
+    """Build the entry of a file in the log of a table."""
     return DataFile(
         path=path,
         bytes=100,
@@ -50,7 +50,8 @@ def data_file(
 
 
 class MemoryTable:
-    """Implements `TableRows` for the files of one version. `reads`: (path, start, end) of each read."""
+    """Implements `TableRows` for the files of one version. `reads` records (path, start, end) of each
+    read."""
 
     def __init__(self, files: Sequence[tuple[DataFile, Batch]]) -> None:
         self.files = [file for file, _ in files]
@@ -58,12 +59,12 @@ class MemoryTable:
         self.reads: list[tuple[str, int, int]] = []
 
     def empty(self) -> Batch:
-        """A batch without requests."""
+        """Return a batch without requests."""
         return next(iter(self.batches.values())).take_requests(np.arange(0))
 
     @property
     def ends(self) -> dict[int, int]:
-        """Partition → next offset that is not archived."""
+        """Return the next offset that is not archived, by partition."""
         found: dict[int, int] = {}
         for file in self.files:
             found[file.partition] = max(found.get(file.partition, 0), file.last_offset + 1)
@@ -74,27 +75,28 @@ class MemoryTable:
         return self.batches[path].take_requests(np.arange(start, end))
 
     def marks(self, path: str) -> SampleMarks:
-        it = self.batches[path]
-        return SampleMarks(it.sample_id_R, it.offset_R, it.close_ms_R)
+        batch = self.batches[path]
+        return SampleMarks(batch.sample_id_R, batch.offset_R, batch.close_ms_R)
 
     def session(self, **spec: object) -> OpenSession:
         return OpenSession(SessionSpec(**{"table": "memory", "version": 1, **spec}), self.files, ROW_GROUP)  # type: ignore[arg-type]
 
 
 def table_of(records: Sequence[Record], *, rows_of_file: int = 6, seed: int | None = None) -> MemoryTable:
-    """Files of `rows_of_file` rows of a (day, partition), by offset. A `seed` shuffles each file's rows."""
+    """Build a table with files of `rows_of_file` rows for each (day, partition), ordered by offset. A `seed`
+    shuffles the rows of each file."""
     decoder = Decoder(samples.schema(), {}.get)
     groups: dict[tuple[date, int], list[Record]] = {}
     for record in records:
         day = datetime.fromtimestamp(record.timestamp_ms // 1000, UTC).date()
         groups.setdefault((day, record.partition), []).append(record)
     files = []
-    for (day, partition), its in sorted(groups.items()):
-        for start in range(0, len(its), rows_of_file):
-            some = its[start : start + rows_of_file]
+    for (day, partition), group in sorted(groups.items()):
+        for start in range(0, len(group), rows_of_file):
+            file_records = group[start : start + rows_of_file]
             if seed is not None:
-                some = random.Random(seed + start).sample(some, len(some))
-            batch, _ = decoder.decode(some)
+                file_records = random.Random(seed + start).sample(file_records, len(file_records))
+            batch, _ = decoder.decode(file_records)
             path = f"{day}/{partition}/{start}.parquet"
             offset_R = batch.offset_R
             file = data_file(path, day, partition, batch.num_requests, batch.num_candidates)

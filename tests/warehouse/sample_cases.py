@@ -1,4 +1,4 @@
-"""Samples as the joiner makes them, decoded, and what a file of them is held against."""
+"""Example samples and corrections as the joiner writes them, and comparisons of batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from roostream.wire.batch import Batch
 from roostream.wire.columnar import column_types, columns_of, uncut_schema
 from roostream.wire.jagged import Jagged
 from roostream.wire.records import Record
-from tests.wire.decode_reference import decoder
+from tests.wire.decode_reference import make_decoder
 from tests.wire.sample_builders import RICH, make_sample, parse_schema, record_of
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal in type, shape and every bit, those of NaNs too."""
+    """Return whether dtype, shape and all bits are equal, including those of NaNs."""
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -30,13 +30,13 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     )
 
 
-def different(a: Any, b: Any, place: str = "") -> list[str]:
-    """Where two batches differ, by field."""
+def differing_fields(a: Any, b: Any, prefix: str = "") -> list[str]:
+    """Return the names of the fields in which two batches differ."""
     out: list[str] = []
     for field in dataclasses.fields(a):
-        x, y, name = getattr(a, field.name), getattr(b, field.name), place + field.name
+        x, y, name = getattr(a, field.name), getattr(b, field.name), prefix + field.name
         if isinstance(x, Jagged):
-            out += different(x, y, name + ".")
+            out += differing_fields(x, y, name + ".")
         elif isinstance(x, dict):
             out += [
                 f"{name}[{key}]"
@@ -50,42 +50,42 @@ def different(a: Any, b: Any, place: str = "") -> list[str]:
     return out
 
 
-def same_batch(a: Batch, b: Batch) -> None:
-    assert different(a, b) == []
+def assert_same_batch(a: Batch, b: Batch) -> None:
+    assert differing_fields(a, b) == []
 
 
 def rich_schema() -> Schema:
-    """Every kind of feature, two labels."""
+    """Build a schema with every kind of feature and two labels."""
     return parse_schema(RICH)
 
 
 def rich_records(schema: Schema, count: int, partition: int = 3) -> list[Record]:
-    """Samples of one partition, each a little later than the one before."""
-    made = [make_sample(schema, seed) for seed in range(count)]
-    return [record_of(s, n)._replace(partition=partition) for n, s in enumerate(made)]
+    """Build random samples of one partition, in time order."""
+    samples = [make_sample(schema, seed) for seed in range(count)]
+    return [record_of(s, n)._replace(partition=partition) for n, s in enumerate(samples)]
 
 
-def decoded(reader: Schema, records: list[Record], *writers: Schema) -> Batch:
-    """What the wire's decoder makes of them; none may be refused."""
-    batch, rejects = decoder(reader, *writers).decode(records)
+def decode_records(reader: Schema, records: list[Record], *writers: Schema) -> Batch:
+    """Decode records with the decoder for Kafka. No record may be rejected."""
+    batch, rejects = make_decoder(reader, *writers).decode(records)
     assert not rejects, rejects
     return batch
 
 
-def rows_of(writer: Schema, records: list[Record]) -> FileRows:
-    """Their columns, whole."""
-    batch = decoded(uncut_schema(writer), records)
+def file_rows(writer: Schema, records: list[Record]) -> FileRows:
+    """Convert records to the rows of a file, without shortened lists."""
+    batch = decode_records(uncut_schema(writer), records)
     return FileRows(
         columns=columns_of(batch), column_types=column_types(writer), counts_R=batch.num_candidates_R
     )
 
 
-def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FileKey:
+def file_key(writer: Schema, partition: int = 3, table: str = "samples") -> FileKey:
     return FileKey(table=table, day=date(1970, 1, 1), partition=partition, fingerprint=writer.fingerprint)
 
 
-def keyed(records: list[Record]) -> list[Record]:
-    """As the joiner keys them."""
+def with_joiner_keys(records: list[Record]) -> list[Record]:
+    """Give records the keys that the joiner gives them."""
     out = []
     for record in records:
         header = pb.Sample.FromString(record.value[2:]).header
@@ -93,21 +93,23 @@ def keyed(records: list[Record]) -> list[Record]:
     return out
 
 
-def a_correction(
+def make_correction(
     record: Record, item: int, before: float, after: float, *, offset: int, event: int
 ) -> Record:
-    """A correction without features, as the joiner writes it: the labels of one item change."""
+    """Build a correction without features, as the joiner writes it. It changes the label of one item."""
     sample = pb.Sample.FromString(record.value[2:])
     header = sample.header
-    made = pb.Sample(
+    samples = pb.Sample(
         header=header, sample_id=event, close_ms=sample.close_ms, item_ids=[item], untrainable=True
     )
-    made.labels.extend([after, 0.0])
-    made.labels_before.extend([before, 0.0])
-    made.event_ids.append(event)
-    made.event_candidates.append(0)
-    made.event_actions.append(0)
-    made.event_values.append(1.0)
-    made.event_times.append(header.time_ms + 5)
-    made.actions.append("click")
-    return Record("corrections", record.partition, offset, 99, record.key, wire.encode(wire.CORRECTION, made))
+    samples.labels.extend([after, 0.0])
+    samples.labels_before.extend([before, 0.0])
+    samples.event_ids.append(event)
+    samples.event_candidates.append(0)
+    samples.event_actions.append(0)
+    samples.event_values.append(1.0)
+    samples.event_times.append(header.time_ms + 5)
+    samples.actions.append("click")
+    return Record(
+        "corrections", record.partition, offset, 99, record.key, wire.encode(wire.CORRECTION, samples)
+    )

@@ -1,4 +1,4 @@
-"""A warehouse of a few files, as an archiver leaves it."""
+"""A small warehouse, as an archiver writes it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.parquet_file import write_rows
-from tests.warehouse.sample_cases import place_of, rich_records, rich_schema, rows_of
+from tests.warehouse.sample_cases import file_key, file_rows, rich_records, rich_schema
 
 DAYS = (date(2024, 5, 1), date(2024, 5, 2))
 ROWS = 600
 
 
-def small_warehouse(place: Path) -> Schema:
-    """`ROWS` samples a day on two days, of every kind of feature."""
-    schema, store, table = rich_schema(), FileStore(place), WarehouseTable(place, "samples")
+def small_warehouse(location: Path) -> Schema:
+    """Write a warehouse with `ROWS` samples on each of two days; return their schema, which has every kind of
+    feature."""
+    schema, store, table = rich_schema(), FileStore(location), WarehouseTable(location, "samples")
     register(store, schema)
     table.create()
     for n, day in enumerate(DAYS):
-        rows = rows_of(schema, rich_records(schema, ROWS))
-        file = write_rows(store, rows, dataclasses.replace(place_of(schema), day=day))
+        rows = file_rows(schema, rich_records(schema, ROWS))
+        file = write_rows(store, rows, dataclasses.replace(file_key(schema), day=day))
         table.widen(rows.column_types)
         table.commit(
             [file], progress={"samples/topic/3": ProgressStep(n * ROWS if n else None, (n + 1) * ROWS)}

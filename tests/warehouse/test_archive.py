@@ -1,4 +1,5 @@
-"""Records become rows, from which they are rebuilt byte for byte; a day's rows are ordered by user."""
+"""Converting records to rows of a file: the records can be rebuilt byte for byte, and the rows of a day are
+ordered by user."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from tests.joiner import generated
 from tests.joiner.cases import SCHEMA as JOINED
 from tests.joiner.cases import SCHEMAS
 from tests.warehouse.sample_cases import (
-    a_correction,
-    decoded,
-    keyed,
-    place_of,
+    assert_same_batch,
+    decode_records,
+    file_key,
+    make_correction,
     rich_records,
     rich_schema,
-    same_batch,
+    with_joiner_keys,
 )
 
 SCHEMA = rich_schema()
@@ -44,12 +45,12 @@ SCHEMA = rich_schema()
 def read_back(store: FileStore, schema: Schema, records: list[Record]) -> list[tuple[bytes, bytes]]:
     rows, dead = sample_rows(schema, records)
     assert not dead
-    reading = SampleFile(store, "samples", write_rows(store, rows, place_of(schema)))
+    reading = SampleFile(store, "samples", write_rows(store, rows, file_key(schema)))
     return [*rebuild_records(schema, *reading.columns(sample_types(schema)))]
 
 
 def test_samples_rebuilt_from_a_file_equal_those_of_the_topic(tmp_path: Path) -> None:
-    records = keyed(rich_records(SCHEMA, 300))
+    records = with_joiner_keys(rich_records(SCHEMA, 300))
     assert read_back(FileStore(tmp_path), SCHEMA, records) == [(r.key, r.value) for r in records]
     rows, _ = sample_rows(SCHEMA, records)
     kept_whole = [r for r, raw in zip(records, rows.columns["raw"].values, strict=True) if raw is not None]
@@ -63,9 +64,10 @@ def test_samples_of_the_joiner_are_rebuilt_from_their_columns(tmp_path: Path) ->
     outputs = [
         out for record in generated.with_offsets(generated.arrivals(3)) for out in engine.process(record)
     ]
-    made = [out for out in outputs if out.topic == "samples"]
+    sample_outputs = [out for out in outputs if out.topic == "samples"]
     records = [
-        Record("samples", 3, n, out.timestamp_ms or 0, out.key, out.value) for n, out in enumerate(made)
+        Record("samples", 3, n, out.timestamp_ms or 0, out.key, out.value)
+        for n, out in enumerate(sample_outputs)
     ]
     assert len(records) > 100
     assert read_back(FileStore(tmp_path), schema, records) == [(r.key, r.value) for r in records]
@@ -75,8 +77,9 @@ def test_samples_of_the_joiner_are_rebuilt_from_their_columns(tmp_path: Path) ->
     assert all(any(p.rows for p in pb.Sample.FromString(raw[2:]).parts) for raw in whole)
 
 
-def odd_forms(record: Record) -> dict[str, bytes]:
-    """The same sample with parts that columns do not have, or in bytes that our encoder does not write."""
+def unusual_encodings(record: Record) -> dict[str, bytes]:
+    """Encode the same sample with fields that have no column, or with bytes that the project's encoder does
+    not write."""
     text, actions, traced = (pb.Sample.FromString(record.value[2:]) for _ in range(3))
     text.header.surface = "x" * 100
     actions.actions.append("never used")
@@ -91,14 +94,16 @@ def odd_forms(record: Record) -> dict[str, bytes]:
 
 
 def test_unusual_bytes_of_a_sample_are_rebuilt(tmp_path: Path) -> None:
-    for n, record in enumerate(keyed(rich_records(SCHEMA, 12))):
-        for what, value in odd_forms(record).items():
-            odd = record._replace(value=value)
-            assert read_back(FileStore(tmp_path / str(n)), SCHEMA, [odd]) == [(odd.key, odd.value)], what
+    for n, record in enumerate(with_joiner_keys(rich_records(SCHEMA, 12))):
+        for form, value in unusual_encodings(record).items():
+            unusual = record._replace(value=value)
+            assert read_back(FileStore(tmp_path / str(n)), SCHEMA, [unusual]) == [
+                (unusual.key, unusual.value)
+            ], form
 
 
-def test_a_damaged_sample_becomes_a_dead_record_and_the_others_rows() -> None:
-    records = keyed(rich_records(SCHEMA, 20))
+def test_a_damaged_sample_becomes_a_dead_record_and_other_samples_become_rows() -> None:
+    records = with_joiner_keys(rich_records(SCHEMA, 20))
     broken = pb.Sample.FromString(records[7].value[2:])
     broken.labels.append(1.0)
     records[7] = records[7]._replace(value=wire.encode(wire.SAMPLE, broken))
@@ -108,15 +113,15 @@ def test_a_damaged_sample_becomes_a_dead_record_and_the_others_rows() -> None:
 
 
 def test_records_are_grouped_by_writer_and_others_are_dead() -> None:
-    records = keyed(rich_records(SCHEMA, 3))
+    records = with_joiner_keys(rich_records(SCHEMA, 3))
     strange = records[0]._replace(value=b"\x09\x01xx")
     garbage = records[1]._replace(value=b"\x03\x01\xff\xff\xff")
     mixed = [records[0], strange, garbage, records[2]]
-    of, dead = group_by_writer(mixed, {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
-    assert of == {SCHEMA.fingerprint: [records[0], records[2]]}
+    by_writer, dead = group_by_writer(mixed, {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
+    assert by_writer == {SCHEMA.fingerprint: [records[0], records[2]]}
     assert [d.reason for d in dead] == ["unknown_type", "undecodable"]
-    of, dead = group_by_writer(mixed[:1], {}.get, wire.SAMPLE)
-    assert of == {} and dead[0].reason == "unknown_schema"
+    by_writer, dead = group_by_writer(mixed[:1], {}.get, wire.SAMPLE)
+    assert by_writer == {} and dead[0].reason == "unknown_schema"
 
 
 def test_rows_are_grouped_by_day_and_ordered_by_user(tmp_path: Path) -> None:
@@ -126,33 +131,33 @@ def test_rows_are_grouped_by_day_and_ordered_by_user(tmp_path: Path) -> None:
         sample.header.user_id = (7 * n) % 5 + 1
         sample.close_ms += (n % 2) * 86_400_000
         records.append(record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms))
-    rows, _ = sample_rows(SCHEMA, keyed(records))
+    rows, _ = sample_rows(SCHEMA, with_joiner_keys(records))
     days = group_by_day(rows)
     assert [len(day.counts_R) for day in days.values()] == [30, 30]
     for day, part in days.items():
         users = part.columns["user_id"].values
         assert (np.diff(users) >= 0).all()
         assert {day_of(int(ms)) for ms in part.columns["close_ms"].values} == {day}
-    wanted = decoded(SCHEMA, keyed(records))
+    expected = decode_records(SCHEMA, with_joiner_keys(records))
     order = np.concatenate([part.columns["offset"].values for part in days.values()])
     store = FileStore(tmp_path)
     for part, places in zip(days.values(), np.split(order, [30]), strict=True):
-        same_batch(
-            SampleFile(store, "samples", write_rows(store, part, place_of(SCHEMA))).read(SCHEMA, SCHEMA),
-            wanted.take_requests(places),
+        assert_same_batch(
+            SampleFile(store, "samples", write_rows(store, part, file_key(SCHEMA))).read(SCHEMA, SCHEMA),
+            expected.take_requests(places),
         )
 
 
 def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
-    sample = keyed(rich_records(SCHEMA, 5))[4]
-    told = [
-        a_correction(sample, 77, 0.0, 1.0, offset=0, event=5),
-        a_correction(sample, 78, 1.0, 0.0, offset=1, event=6),
+    sample = with_joiner_keys(rich_records(SCHEMA, 5))[4]
+    corrections = [
+        make_correction(sample, 77, 0.0, 1.0, offset=0, event=5),
+        make_correction(sample, 78, 1.0, 0.0, offset=1, event=6),
     ]
-    rows, dead = correction_rows(SCHEMA, told)
+    rows, dead = correction_rows(SCHEMA, corrections)
     assert not dead
     store = FileStore(tmp_path)
-    reading = SampleFile(store, "corrections", write_rows(store, rows, place_of(SCHEMA, table="corrections")))
+    reading = SampleFile(store, "corrections", write_rows(store, rows, file_key(SCHEMA, table="corrections")))
     columns, counts_R = reading.columns(rows.column_types)
     assert counts_R.tolist() == [1, 1] and columns["item"].values.tolist() == [77, 78]
     assert columns["label__click"].values.tolist() == [1.0, 0.0]
@@ -162,13 +167,13 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
 
 
 def test_rows_with_too_many_values_for_one_file_are_split_between_requests() -> None:
-    rows, _ = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, 40)))
-    most = max(
+    rows, _ = sample_rows(SCHEMA, with_joiner_keys(rich_records(SCHEMA, 40)))
+    max_values = max(
         len(column.values)
         for name, column in rows.columns.items()
         if rows.column_types[name].of == "candidate"
     )
-    pieces = split_rows(rows, max_values=most // 3)
+    pieces = split_rows(rows, max_values=max_values // 3)
     assert len(pieces) > 3 and split_rows(rows) == [rows]
     for name, column in rows.columns.items():
         parts = [piece.columns[name].values for piece in pieces]
@@ -176,7 +181,7 @@ def test_rows_with_too_many_values_for_one_file_are_split_between_requests() -> 
             np.concatenate(parts).tolist() == column.values.tolist() or rows.column_types[name].dtype == "f4"
         )
         assert all(
-            len(part) <= most // 3 or len(piece.counts_R) == 1
+            len(part) <= max_values // 3 or len(piece.counts_R) == 1
             for part, piece in zip(parts, pieces, strict=True)
         )
     assert all(len(piece.counts_R) == 1 for piece in split_rows(rows, max_values=1))

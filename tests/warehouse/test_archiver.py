@@ -1,4 +1,5 @@
-"""Every record of a topic is in the table exactly once, whatever program is killed, competes or is away."""
+"""The archiver stores every record of a topic exactly once, even if programs are killed, compete or are
+unavailable."""
 
 from __future__ import annotations
 
@@ -33,17 +34,24 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.records import Record
 from tests.trainer.memory_store import MemoryStore
-from tests.warehouse.archive_runs import RULE, TOPIC_IDS, an_archiver, kill_rivals, places, topic
-from tests.warehouse.sample_cases import decoded, rich_schema, same_batch
+from tests.warehouse.archive_runs import (
+    FLUSH_POLICY,
+    TOPIC_IDS,
+    count_offsets,
+    kill_competing_processes,
+    make_archiver,
+    make_topic_records,
+)
+from tests.warehouse.sample_cases import assert_same_batch, decode_records, rich_schema
 from tests.wire.sample_builders import parse_schema, record_of
 
 SCHEMA = rich_schema()
-RECORDS = topic(SCHEMA, 40)
-ALL = Counter((r.partition, r.offset) for r in RECORDS)
+RECORDS = make_topic_records(SCHEMA, 40)
+EACH_ONCE = Counter((r.partition, r.offset) for r in RECORDS)
 
 
 def plain_sample(schema: Schema, ro: Mapping[str, Any]) -> pb.Sample:
-    """A sample of one candidate, with these request features."""
+    """Build a sample with one candidate and these request features."""
     return pb.Sample(
         header=pb.Header(request_id="r", user_id=1, time_ms=1, schema=schema.fingerprint),
         sample_id=1,
@@ -56,12 +64,12 @@ def plain_sample(schema: Schema, ro: Mapping[str, Any]) -> pb.Sample:
 
 
 def test_every_record_becomes_one_row_and_progress_is_the_end_of_the_topic(tmp_path: Path) -> None:
-    archiver, reader, _ = an_archiver(tmp_path, RECORDS)
+    archiver, reader, _ = make_archiver(tmp_path, RECORDS)
     archiver.open()
     while not reader.at_end():
         archiver.turn(0.0, max_records=9)
     archiver.flush()
-    assert places(tmp_path) == ALL and archiver.counts.commits > 1
+    assert count_offsets(tmp_path) == EACH_ONCE and archiver.counts.commits > 1
     found = Warehouse(tmp_path).samples.snapshot()
     assert [found.progress(progress_name(("samples", p), "topic-1")) for p in (0, 1)] == [40, 40]
     assert found.progress(progress_name(("samples", 0), "topic-1-made-again")) is None
@@ -72,7 +80,7 @@ def test_every_record_becomes_one_row_and_progress_is_the_end_of_the_topic(tmp_p
 def test_of_two_archivers_of_a_partition_one_commits_and_the_other_continues_from_there(
     tmp_path: Path,
 ) -> None:
-    one, two = (an_archiver(tmp_path, RECORDS)[0] for _ in range(2))
+    one, two = (make_archiver(tmp_path, RECORDS)[0] for _ in range(2))
     for archiver in (one, two):
         archiver.open()
         archiver.turn(0.0, max_records=4)
@@ -83,7 +91,7 @@ def test_of_two_archivers_of_a_partition_one_commits_and_the_other_continues_fro
         for archiver in (two, one):
             archiver.turn(0.0, max_records=25)
             archiver.flush()
-    assert places(tmp_path) == ALL
+    assert count_offsets(tmp_path) == EACH_ONCE
 
 
 def test_several_archivers_share_the_partitions() -> None:
@@ -98,54 +106,56 @@ def test_several_archivers_share_the_partitions() -> None:
 
 def test_files_are_written_by_size_or_by_time(tmp_path: Path) -> None:
     clock = FakeClock()
-    archiver, _, _ = an_archiver(tmp_path, RECORDS, clock=clock)
+    archiver, _, _ = make_archiver(tmp_path, RECORDS, clock=clock)
     archiver.open()
     archiver.turn(0.0, max_records=2)
     assert archiver.num_buffered_bytes > 0 and archiver.counts.commits == 0
-    clock.advance(RULE.after_ms / 1000)
+    clock.advance(FLUSH_POLICY.after_ms / 1000)
     archiver.turn(0.0, max_records=2)
     assert archiver.num_buffered_bytes == 0 and archiver.counts.commits == 1
     while archiver.counts.commits == 1:
         archiver.turn(0.0, max_records=2)
-        assert archiver.num_buffered_bytes < RULE.bytes + 8000, "what waits is bounded"
+        assert archiver.num_buffered_bytes < FLUSH_POLICY.bytes + 8000, (
+            "the number of buffered bytes must be bounded"
+        )
 
 
 def test_an_unavailable_warehouse_loses_nothing_and_stops_reading(tmp_path: Path) -> None:
-    archiver, reader, _ = an_archiver(tmp_path, RECORDS)
+    archiver, reader, _ = make_archiver(tmp_path, RECORDS)
     archiver.open()
     archiver.turn(0.0, max_records=5)
-    store, away = archiver.warehouse.store, MemoryStore()
-    archiver.warehouse.store = away
-    archiver.rule = dataclasses.replace(RULE, bytes=1)
+    store, unavailable_store = archiver.warehouse.store, MemoryStore()
+    archiver.warehouse.store = unavailable_store
+    archiver.rule = dataclasses.replace(FLUSH_POLICY, bytes=1)
     for _ in range(3):
-        away.fail_next("create")
+        unavailable_store.fail_next("create")
         with pytest.raises(UnavailableError):
             archiver.turn(0.0)
     assert sum(reader.positions().values()) == 5
     archiver.warehouse.store = store
     while not reader.at_end() or archiver.num_buffered_bytes:
         archiver.turn(0.0)
-    assert places(tmp_path) == ALL
+    assert count_offsets(tmp_path) == EACH_ONCE
 
 
-def test_unreadable_records_become_dead_letters_and_are_passed(tmp_path: Path) -> None:
+def test_unreadable_records_become_dead_letters_and_are_skipped(tmp_path: Path) -> None:
     records = [r for r in RECORDS if r.partition == 0]
     records[3] = records[3]._replace(value=b"\x03\x01\xff\xff")
     records[5] = records[5]._replace(value=wire.encode(wire.HEARTBEAT, wire.TYPES[wire.HEARTBEAT]()))
-    archiver, _, dead = an_archiver(tmp_path, records, [0])
+    archiver, _, dead = make_archiver(tmp_path, records, [0])
     archiver.open()
     archiver.turn(0.0)
     archiver.flush()
     assert [(d.record.offset, d.reason) for d in dead] == [(3, "undecodable"), (5, "unknown_type")]
-    assert set(places(tmp_path)) == {(0, n) for n in range(40)} - {(0, 3), (0, 5)}
-    again, reader, dead_again = an_archiver(tmp_path, records, [0])
-    again.open()
+    assert set(count_offsets(tmp_path)) == {(0, n) for n in range(40)} - {(0, 3), (0, 5)}
+    restarted, reader, dead_again = make_archiver(tmp_path, records, [0])
+    restarted.open()
     assert reader.positions()["samples", 0] == 40 and not dead_again
 
 
 def test_a_partition_of_only_dead_records_makes_progress(tmp_path: Path) -> None:
     unreadable = [Record("samples", 0, n, 0, None, b"") for n in range(3)]
-    archiver, _, dead = an_archiver(tmp_path, unreadable, [0])
+    archiver, _, dead = make_archiver(tmp_path, unreadable, [0])
     archiver.open()
     archiver.turn(0.0)
     archiver.flush()
@@ -161,13 +171,13 @@ def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_arc
     for n, sample in ((3, late), (5, early), (7, cut)):
         records[n] = records[n]._replace(value=wire.encode(wire.SAMPLE, sample))
     records[9] = records[9]._replace(value=b"")
-    archiver, _, dead = an_archiver(tmp_path, records, [0])
+    archiver, _, dead = make_archiver(tmp_path, records, [0])
     archiver.open()
     archiver.turn(0.0)
     archiver.flush()
-    wanted = {3: "bad_time", 5: "bad_time", 9: "unknown_type"}
-    assert {d.record.offset: d.reason for d in dead} == wanted
-    assert set(places(tmp_path)) == {(0, n) for n in range(40) if n not in wanted}
+    expected_reasons = {3: "bad_time", 5: "bad_time", 9: "unknown_type"}
+    assert {d.record.offset: d.reason for d in dead} == expected_reasons
+    assert set(count_offsets(tmp_path)) == {(0, n) for n in range(40) if n not in expected_reasons}
     warehouse = Warehouse(tmp_path)
     stored = {}
     for file in warehouse.samples.snapshot().files:
@@ -175,8 +185,8 @@ def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_arc
         columns, counts_R = opened.columns(sample_types(SCHEMA))
         rebuilt = rebuild_records(SCHEMA, columns, counts_R)
         stored |= dict(zip(columns["offset"].values.tolist(), rebuilt, strict=True))
-        wire_batch = decoded(SCHEMA, [records[n] for n in sorted(columns["offset"].values.tolist())])
-        same_batch(
+        wire_batch = decode_records(SCHEMA, [records[n] for n in sorted(columns["offset"].values.tolist())])
+        assert_same_batch(
             opened.read(SCHEMA, SCHEMA),
             wire_batch.take_requests(np.argsort(np.argsort(columns["offset"].values))),
         )
@@ -203,7 +213,7 @@ def test_a_schema_with_two_features_for_one_column_stops_only_its_own_records(tm
     )
     records = [r for r in RECORDS if r.partition == 0]
     records[4] = record_of(plain_sample(colliding, {}), 4)._replace(partition=0)
-    archiver, _, dead = an_archiver(tmp_path, records, [0])
+    archiver, _, dead = make_archiver(tmp_path, records, [0])
     known = archiver.registry
     archiver.registry = lambda fingerprint: (
         colliding if fingerprint == colliding.fingerprint else known(fingerprint)
@@ -212,7 +222,7 @@ def test_a_schema_with_two_features_for_one_column_stops_only_its_own_records(tm
     archiver.turn(0.0)
     archiver.flush()
     assert [(d.record.offset, d.reason) for d in dead] == [(4, "unknown_schema")] and "a__b" in dead[0].error
-    assert set(places(tmp_path)) == {(0, n) for n in range(40) if n != 4}
+    assert set(count_offsets(tmp_path)) == {(0, n) for n in range(40) if n != 4}
 
 
 def test_a_damaged_schema_file_stops_only_its_own_records_unless_the_warehouse_has_a_copy(
@@ -221,18 +231,20 @@ def test_a_damaged_schema_file_stops_only_its_own_records_unless_the_warehouse_h
     store = MemoryStore()
     store.put(f"schemas/{SCHEMA.fingerprint:016x}.toml", b"cut off [")
     for copied in (False, True):
-        place = tmp_path / str(copied)
-        archiver, _, dead = an_archiver(place, RECORDS)
+        location = tmp_path / str(copied)
+        archiver, _, dead = make_archiver(location, RECORDS)
         archiver.registry = open_registry(store)
         archiver.open()
         if copied:
             register(archiver.warehouse.store, SCHEMA)
         archiver.turn(0.0)
         archiver.flush()
-        assert places(place) == (ALL if copied else Counter()) and len(dead) == (0 if copied else 80)
+        assert count_offsets(location) == (EACH_ONCE if copied else Counter()) and len(dead) == (
+            0 if copied else 80
+        )
 
 
-def test_a_record_that_reveals_a_defect_is_found_and_others_are_kept() -> None:
+def test_a_record_that_causes_an_internal_error_is_isolated_and_others_are_kept() -> None:
     def fails_on_offset_5(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
         if any(record.offset == 5 for record in records):
             raise ZeroDivisionError
@@ -249,7 +261,7 @@ def test_a_record_that_reveals_a_defect_is_found_and_others_are_kept() -> None:
 
 def test_files_that_are_gone_before_their_commit_are_written_again(tmp_path: Path) -> None:
     clock = FakeClock()
-    archiver, _, _ = an_archiver(tmp_path, RECORDS, clock=clock)
+    archiver, _, _ = make_archiver(tmp_path, RECORDS, clock=clock)
     archiver.open()
     archiver.turn(0.0, max_records=5)
     archiver.flush()
@@ -270,12 +282,12 @@ def test_files_that_are_gone_before_their_commit_are_written_again(tmp_path: Pat
     with pytest.raises(UnavailableError):
         archiver.flush()
     archiver.flush()
-    assert sum(places(tmp_path).values()) == 10
+    assert sum(count_offsets(tmp_path).values()) == 10
 
 
 def test_files_that_waited_a_day_for_their_commit_are_written_again(tmp_path: Path) -> None:
     clock = FakeClock()
-    archiver, _, _ = an_archiver(tmp_path, RECORDS, clock=clock)
+    archiver, _, _ = make_archiver(tmp_path, RECORDS, clock=clock)
     archiver.open()
     archiver.turn(0.0, max_records=5)
     archiver.flush()
@@ -290,31 +302,31 @@ def test_files_that_waited_a_day_for_their_commit_are_written_again(tmp_path: Pa
     clock.jump(MAX_PENDING_MS + 1)
     archiver.flush()
     committed = {Path(file.path).name for file in Warehouse(tmp_path).samples.snapshot().files}
-    assert sum(places(tmp_path).values()) == 10 and not committed & waiting
+    assert sum(count_offsets(tmp_path).values()) == 10 and not committed & waiting
 
 
-def test_an_empty_mount_is_not_archived_into_from_scratch(tmp_path: Path) -> None:
-    memory, place = MemoryStore(), tmp_path / "warehouse"
-    an_archiver(place, RECORDS, memory=memory)[0].open()
-    place.rename(tmp_path / "unmounted")
-    place.mkdir()
-    archiver, _, _ = an_archiver(place, RECORDS, memory=memory)
+def test_nothing_is_archived_into_an_empty_mount_point(tmp_path: Path) -> None:
+    memory, location = MemoryStore(), tmp_path / "warehouse"
+    make_archiver(location, RECORDS, memory=memory)[0].open()
+    location.rename(tmp_path / "unmounted")
+    location.mkdir()
+    archiver, _, _ = make_archiver(location, RECORDS, memory=memory)
     with pytest.raises(UnavailableError, match="mount"):
         archiver.open()
-    assert not list(place.iterdir())
-    place.rmdir()
-    (tmp_path / "unmounted").rename(place)
+    assert not list(location.iterdir())
+    location.rmdir()
+    (tmp_path / "unmounted").rename(location)
     archiver.open()
 
 
-def test_a_foreign_or_partial_warehouse_is_not_archived_into(tmp_path: Path) -> None:
-    memory, place = MemoryStore(), tmp_path / "warehouse"
-    an_archiver(place, RECORDS, memory=memory)[0].open()
-    (place / "corrections").rename(tmp_path / "corrections")
-    archiver, _, _ = an_archiver(place, RECORDS, memory=memory)
+def test_nothing_is_archived_into_a_foreign_or_partial_warehouse(tmp_path: Path) -> None:
+    memory, location = MemoryStore(), tmp_path / "warehouse"
+    make_archiver(location, RECORDS, memory=memory)[0].open()
+    (location / "corrections").rename(tmp_path / "corrections")
+    archiver, _, _ = make_archiver(location, RECORDS, memory=memory)
     with pytest.raises(UnavailableError, match="corrections"):
         archiver.open()
-    Warehouse(place).create()
+    Warehouse(location).create()
     with pytest.raises(CheckpointError, match="corrections"):
         archiver.open()
     (name,) = memory.list("warehouses")
@@ -327,31 +339,31 @@ def test_a_foreign_or_partial_warehouse_is_not_archived_into(tmp_path: Path) -> 
 
 def test_records_of_a_topic_that_was_created_again_are_not_archived_under_the_old_id(tmp_path: Path) -> None:
     topics = dict(TOPIC_IDS)
-    archiver, _, _ = an_archiver(tmp_path, RECORDS, topics=topics)
+    archiver, _, _ = make_archiver(tmp_path, RECORDS, topics=topics)
     archiver.open()
     archiver.turn(0.0, max_records=5)
     topics["samples"] = "made-again"
     with pytest.raises(FencedError, match="samples"):
         archiver.flush()
     assert not Warehouse(tmp_path).samples.snapshot().files
-    again, _, _ = an_archiver(tmp_path, RECORDS, topics=topics)
-    again.open()
-    again.turn(0.0)
-    again.flush()
+    restarted, _, _ = make_archiver(tmp_path, RECORDS, topics=topics)
+    restarted.open()
+    restarted.turn(0.0)
+    restarted.flush()
     assert {file.topic for file in Warehouse(tmp_path).samples.snapshot().files} == {"made-again"}
 
 
 def test_a_column_of_another_type_is_archived_and_its_file_can_be_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive_of = {"float": "", "ids": 'kind = "ids"\ntable = "item"\n'}
-    for kind, more in archive_of.items():
+    kinds = {"float": "", "ids": 'kind = "ids"\ntable = "item"\n'}
+    for kind, feature_text in kinds.items():
         head = f'name = "{kind}"\n[tables.item]\ndim = 4\n[[label]]\nname = "click"\naction = "click"\n'
-        schema = parse_schema(f'{head}[[ro]]\nname = "age"\n{more}')
+        schema = parse_schema(f'{head}[[ro]]\nname = "age"\n{feature_text}')
         record = record_of(plain_sample(schema, {"age": [7, 8] if kind == "ids" else 7.5}), 0)._replace(
             partition=0
         )
-        archiver, _, dead = an_archiver(tmp_path, [record], [0], topics={**TOPIC_IDS, "samples": kind})
+        archiver, _, dead = make_archiver(tmp_path, [record], [0], topics={**TOPIC_IDS, "samples": kind})
         archiver.registry = {schema.fingerprint: schema}.get
         archiver.open()
         archiver.turn(0.0)
@@ -359,17 +371,19 @@ def test_a_column_of_another_type_is_archived_and_its_file_can_be_read(
         assert not dead
         warehouse = Warehouse(tmp_path)
         (file,) = [f for f in warehouse.samples.snapshot().files if f.topic == kind]
-        same_batch(warehouse.open_file("samples", file).read(schema, schema), decoded(schema, [record]))
+        assert_same_batch(
+            warehouse.open_file("samples", file).read(schema, schema), decode_records(schema, [record])
+        )
     assert "rename the feature" in caplog.text
 
 
 def test_programs_killed_at_any_moment_store_every_record_once(tmp_path: Path) -> None:
-    killed = kill_rivals(tmp_path, kills=4, per_partition=150, seed=2)
-    assert killed.archivers + killed.compactors == 4
-    assert places(tmp_path) == Counter((p, n) for p in (0, 1) for n in range(150))
+    kill_counts = kill_competing_processes(tmp_path, kills=4, per_partition=150, seed=2)
+    assert kill_counts.archivers + kill_counts.compactors == 4
+    assert count_offsets(tmp_path) == Counter((p, n) for p in (0, 1) for n in range(150))
 
 
-def test_a_store_without_any_schema_is_not_believed() -> None:
+def test_a_store_without_any_schema_is_rejected() -> None:
     store = MemoryStore()
     with pytest.raises(UnavailableError, match="give the archiver their `store`"):
         check_has_schemas(store, "s3://bucket/other")

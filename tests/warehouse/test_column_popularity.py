@@ -1,4 +1,4 @@
-"""Columns lie in the order in which sessions ask for them."""
+"""The order of columns in files follows how often sessions read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_popular_features_follow_the_columns_that_every_reader_needs() -> None:
     assert all(name.startswith("nro__") for name in lists)
     assert features[features.index("nro__age") + 1] == "ro__gap"
     assert {name.split("__")[0] for name in single[1:]} == {"ro"}, (
-        "what a candidate has is wider than what its request has"
+        "columns of candidates are wider than columns of requests"
     )
     assert sorted(order) == sorted(column_types(SCHEMA)) and order.index("item") < order.index(features[0])
     assert ordered(column_types(SCHEMA), order)[:2] == ["offset", "close_ms"]
@@ -49,15 +49,16 @@ def test_sessions_record_their_features_and_determine_the_column_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(popularity, "MAX_SESSIONS", 2)
-    place = Warehouse(tmp_path)
-    assert place.column_order() == []
+    warehouse = Warehouse(tmp_path)
+    assert warehouse.column_order() == []
     for version, features in enumerate((["history"], ["gap"], ["age", "gap"])):
-        record_session_features(place.store, SCHEMA, version, "abc", features)
-        record_session_features(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
-    assert recent_session_features(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
-    features = [name for name in place.column_order() if name.startswith(("ro__", "nro__"))]
+        record_session_features(warehouse.store, SCHEMA, version, "abc", features)
+        # Ignored, because this session is recorded already.
+        record_session_features(warehouse.store, SCHEMA, version, "abc", ["topics"])
+    assert recent_session_features(warehouse.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
+    features = [name for name in warehouse.column_order() if name.startswith(("ro__", "nro__"))]
     assert features[features.index("nro__age") + 1] == "ro__gap"
-    assert len(place.store.list("popularity/asked")) == 2
+    assert len(warehouse.store.list("popularity/asked")) == 2
 
 
 def test_unreadable_records_count_as_no_features() -> None:

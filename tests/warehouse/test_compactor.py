@@ -1,4 +1,5 @@
-"""A sealed day holds each sample once, ordered by user, with the latest labels beside those at the close."""
+"""The compactor seals days: a sealed day has each sample once, ordered by user, with the latest labels and
+the labels at the close. It also retires old days and deletes unreferenced files."""
 
 from __future__ import annotations
 
@@ -38,16 +39,23 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.records import Record
-from tests.warehouse.archive_runs import TOPIC_IDS, an_archiver, places
-from tests.warehouse.sample_cases import a_correction, decoded, keyed, rich_records, rich_schema, same_batch
-from tests.warehouse.test_delta_table import a_file
+from tests.warehouse.archive_runs import TOPIC_IDS, count_offsets, make_archiver
+from tests.warehouse.sample_cases import (
+    assert_same_batch,
+    decode_records,
+    make_correction,
+    rich_records,
+    rich_schema,
+    with_joiner_keys,
+)
+from tests.warehouse.test_delta_table import make_file
 
 SCHEMA = rich_schema()
 DAY_MS = 86_400_000
 
 
 def closed_on(records: list[Record], day: int, first_offset: int = 0, user: int = 0) -> list[Record]:
-    """The same samples, closed on that day, with users in turn."""
+    """Change samples to close on the given day. Users alternate unless `user` is given."""
     out = []
     for n, record in enumerate(records):
         sample = pb.Sample.FromString(record.value[2:])
@@ -61,17 +69,17 @@ def closed_on(records: list[Record], day: int, first_offset: int = 0, user: int 
                 value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms, offset=offset
             )
         )
-    return keyed(out)
+    return with_joiner_keys(out)
 
 
-FIRST = closed_on(rich_records(SCHEMA, 50, partition=0), 0)
-NEXT = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=50)
+FIRST_DAY = closed_on(rich_records(SCHEMA, 50, partition=0), 0)
+LATER_DAY = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=50)
 
 
 def archive(
-    place: Path, records: list[Record], per_flush: int = 9, topics: Mapping[str, str] = TOPIC_IDS
+    location: Path, records: list[Record], per_flush: int = 9, topics: Mapping[str, str] = TOPIC_IDS
 ) -> None:
-    archiver, reader, dead = an_archiver(place, records, [0], topics=topics)
+    archiver, reader, dead = make_archiver(location, records, [0], topics=topics)
     archiver.open()
     while not reader.at_end():
         archiver.turn(0.0, max_records=per_flush)
@@ -79,52 +87,52 @@ def archive(
     assert not dead
 
 
-def a_compactor(place: Path, **settings: int) -> Compactor:
-    config = CompactorConfig(**{"warehouse": str(place), "seal_after_ms": 0, **settings})  # type: ignore[arg-type]
-    return Compactor(Warehouse(place), config, FakeClock())
+def make_compactor(location: Path, **settings: int) -> Compactor:
+    config = CompactorConfig(**{"warehouse": str(location), "seal_after_ms": 0, **settings})  # type: ignore[arg-type]
+    return Compactor(Warehouse(location), config, FakeClock())
 
 
 def seal_all(compactor: Compactor) -> int:
     return sum(compactor.seal(seal) for seal in compactor.due())
 
 
-def batches(place: Path, day: int, labels: str = "as_streamed") -> list[Batch]:
-    warehouse = Warehouse(place)
+def batches(location: Path, day: int, labels: str = "as_streamed") -> list[Batch]:
+    warehouse = Warehouse(location)
     files = [f for f in warehouse.samples.snapshot().files if f.day == date(1970, 1, 1) + timedelta(days=day)]
     return [warehouse.open_file("samples", f).read(SCHEMA, SCHEMA, labels=labels) for f in files]  # type: ignore[arg-type]
 
 
-def test_the_files_of_a_day_become_one_ordered_by_user_with_every_sample(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
+def test_the_files_of_a_day_become_one_file_ordered_by_user(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     assert len(batches(tmp_path, 0)) > 4
-    compactor = a_compactor(tmp_path)
+    compactor = make_compactor(tmp_path)
     assert seal_all(compactor) == 1 and compactor.counts.repeated == 0
     (sealed,) = batches(tmp_path, 0)
-    users = [pb.Sample.FromString(FIRST[n].value[2:]).header.user_id for n in sealed.offset_R.tolist()]
+    users = [pb.Sample.FromString(FIRST_DAY[n].value[2:]).header.user_id for n in sealed.offset_R.tolist()]
     assert users == sorted(users) and sorted(sealed.offset_R.tolist()) == list(range(50))
-    same_batch(sealed, decoded(SCHEMA, FIRST).take_requests(sealed.offset_R))
-    assert len(batches(tmp_path, 3)) == 1, "the newest day is still open"
+    assert_same_batch(sealed, decode_records(SCHEMA, FIRST_DAY).take_requests(sealed.offset_R))
+    assert len(batches(tmp_path, 3)) == 1, "the newest day must not be sealed"
     assert compactor.due() == []
 
 
 def test_sealed_samples_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
-    seal_all(a_compactor(tmp_path, max_rows=20))
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    seal_all(make_compactor(tmp_path, max_rows=20))
     warehouse, found = Warehouse(tmp_path), {}
     for file in warehouse.samples.snapshot().files:
         columns, counts_R = warehouse.open_file("samples", file).columns(sample_types(SCHEMA))
         found |= dict(
             zip(columns["offset"].values.tolist(), rebuild_records(SCHEMA, columns, counts_R), strict=True)
         )
-    assert found == {r.offset: (r.key, r.value) for r in (*FIRST, *NEXT)}
+    assert found == {r.offset: (r.key, r.value) for r in (*FIRST_DAY, *LATER_DAY)}
     assert [f.rows for f in warehouse.samples.snapshot().files if f.sealed].count(20) == 2
 
 
 def test_a_duplicate_sample_is_stored_once_after_the_seal(tmp_path: Path) -> None:
-    again = [record._replace(offset=50 + n) for n, record in enumerate(FIRST[:20])]
+    copies = [record._replace(offset=50 + n) for n, record in enumerate(FIRST_DAY[:20])]
     later = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=70)
-    archive(tmp_path, [*FIRST, *again, *later])
-    compactor = a_compactor(tmp_path)
+    archive(tmp_path, [*FIRST_DAY, *copies, *later])
+    compactor = make_compactor(tmp_path)
     seal_all(compactor)
     (sealed,) = batches(tmp_path, 0)
     assert sorted(sealed.offset_R.tolist()) == list(range(50)) and compactor.counts.repeated == 20
@@ -132,33 +140,33 @@ def test_a_duplicate_sample_is_stored_once_after_the_seal(tmp_path: Path) -> Non
 
 def test_samples_after_a_seal_are_merged_by_the_next_seal(tmp_path: Path) -> None:
     late = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0, first_offset=53)
-    archive(tmp_path, [*FIRST, *NEXT])
-    seal_all(a_compactor(tmp_path))
-    archive(tmp_path, [*FIRST, *NEXT, *late])
-    assert places(tmp_path) == Counter((0, n) for n in range(63))
-    assert seal_all(a_compactor(tmp_path)) == 1
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    seal_all(make_compactor(tmp_path))
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *late])
+    assert count_offsets(tmp_path) == Counter((0, n) for n in range(63))
+    assert seal_all(make_compactor(tmp_path)) == 1
     (sealed,) = batches(tmp_path, 0)
-    assert sealed.num_requests == 60 and places(tmp_path) == Counter((0, n) for n in range(63))
+    assert sealed.num_requests == 60 and count_offsets(tmp_path) == Counter((0, n) for n in range(63))
 
 
-def corrected() -> tuple[list[Record], int]:
-    """Corrections of a sample with several candidates, and its offset."""
-    at = next(n for n, r in enumerate(FIRST) if len(pb.Sample.FromString(r.value[2:]).item_ids) > 2)
-    items = pb.Sample.FromString(FIRST[at].value[2:]).item_ids
+def make_corrections() -> tuple[list[Record], int]:
+    """Build corrections of a sample with several candidates; return them and the sample's offset."""
+    offset = next(n for n, r in enumerate(FIRST_DAY) if len(pb.Sample.FromString(r.value[2:]).item_ids) > 2)
+    items = pb.Sample.FromString(FIRST_DAY[offset].value[2:]).item_ids
     return [
-        a_correction(FIRST[at], items[1], 0.0, 1.0, offset=0, event=5),
-        a_correction(FIRST[at], items[2], 0.0, 1.0, offset=1, event=6),
-        a_correction(FIRST[at], items[2], 1.0, 0.0, offset=2, event=7),
-    ], at
+        make_correction(FIRST_DAY[offset], items[1], 0.0, 1.0, offset=0, event=5),
+        make_correction(FIRST_DAY[offset], items[2], 0.0, 1.0, offset=1, event=6),
+        make_correction(FIRST_DAY[offset], items[2], 1.0, 0.0, offset=2, event=7),
+    ], offset
 
 
 def test_a_seal_stores_corrected_labels_beside_those_at_the_close(tmp_path: Path) -> None:
-    told, at = corrected()
-    archive(tmp_path, [*FIRST, *NEXT, *told])
-    seal_all(a_compactor(tmp_path))
+    corrections, corrected_offset = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
+    seal_all(make_compactor(tmp_path))
     (streamed,), (latest,) = batches(tmp_path, 0), batches(tmp_path, 0, "latest")
-    same_batch(streamed, decoded(SCHEMA, FIRST).take_requests(streamed.offset_R))
-    row = int(np.flatnonzero(latest.offset_R == at)[0])
+    assert_same_batch(streamed, decode_records(SCHEMA, FIRST_DAY).take_requests(streamed.offset_R))
+    row = int(np.flatnonzero(latest.offset_R == corrected_offset)[0])
     before, after = (b.label_BT[b.request_index_B == row] for b in (streamed, latest))
     assert after[1].tolist() == [1.0, 0.0] and after[2].tolist() == [0.0, 0.0]
     others = latest.request_index_B != row
@@ -168,17 +176,17 @@ def test_a_seal_stores_corrected_labels_beside_those_at_the_close(tmp_path: Path
 
 
 def test_a_reader_applies_corrections_that_no_seal_has_folded(tmp_path: Path) -> None:
-    told, at = corrected()
-    archive(tmp_path, [*FIRST, *NEXT, *told])
+    corrections, corrected_offset = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
     warehouse = Warehouse(tmp_path)
     files = files_of_part(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
     latest = read_latest(warehouse, files, SCHEMA.tasks)
     assert next_offset_by_topic(files) == {TOPIC_IDS["corrections"]: 3}
     assert files_of_part(files, date(1970, 1, 2), 0) == []
     unsealed = [overlay_batch(batch, latest) for batch in batches(tmp_path, 0)]
-    seal_all(a_compactor(tmp_path))
+    seal_all(make_compactor(tmp_path))
     (sealed,) = batches(tmp_path, 0, "latest")
-    wanted = {
+    expected = {
         o: sealed.label_BT[sealed.request_index_B == r].tolist()
         for r, o in enumerate(sealed.offset_R.tolist())
     }
@@ -186,22 +194,26 @@ def test_a_reader_applies_corrections_that_no_seal_has_folded(tmp_path: Path) ->
         o: b.label_BT[b.request_index_B == r].tolist()
         for b in unsealed
         for r, o in enumerate(b.offset_R.tolist())
-    } == wanted
-    assert at in wanted
+    } == expected
+    assert corrected_offset in expected
 
 
 @pytest.mark.parametrize("sealed_with", [0, 1, 3])
 def test_a_session_reads_latest_labels_from_sealed_files_and_adds_later_corrections(
     tmp_path: Path, sealed_with: int
 ) -> None:
-    told, at = corrected()
+    corrections, corrected_offset = make_corrections()
     if sealed_with:
-        archive(tmp_path, [*FIRST, *NEXT, *told[:sealed_with]], per_flush=1 if sealed_with == 1 else 9)
-        seal_all(a_compactor(tmp_path))
-    archive(tmp_path, [*FIRST, *NEXT, *told])
+        archive(
+            tmp_path,
+            [*FIRST_DAY, *LATER_DAY, *corrections[:sealed_with]],
+            per_flush=1 if sealed_with == 1 else 9,
+        )
+        seal_all(make_compactor(tmp_path))
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
     table = SampleTable(str(tmp_path))
-    wanted = decoded(SCHEMA, FIRST)
-    after = wanted.label_BT[wanted.request_index_B == at].copy()
+    streamed = decode_records(SCHEMA, FIRST_DAY)
+    after = streamed.label_BT[streamed.request_index_B == corrected_offset].copy()
     after[1], after[2] = [1.0, 0.0], [0.0, 0.0]
     for labels in ("latest", "as_streamed"):
         spec = SessionSpec(table="", version=0, last_day="1970-01-01", labels=labels)
@@ -212,29 +224,29 @@ def test_a_session_reads_latest_labels_from_sealed_files_and_adds_later_correcti
             batch = rows.batch(split.path, split.start, split.end)
             for row, offset in enumerate(batch.offset_R.tolist()):
                 label_BT = batch.label_BT[batch.request_index_B == row]
-                changed = labels == "latest" and offset == at
-                expected = after if changed else wanted.label_BT[wanted.request_index_B == offset]
+                changed = labels == "latest" and offset == corrected_offset
+                expected = after if changed else streamed.label_BT[streamed.request_index_B == offset]
                 assert label_BT.tolist() == expected.tolist()
 
 
 def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Path) -> None:
-    told, at = corrected()
-    archive(tmp_path, [*FIRST, *NEXT, told[0]])
-    seal_all(a_compactor(tmp_path))
-    assert a_compactor(tmp_path).due() == []
-    archive(tmp_path, [*FIRST, *NEXT, *told])
-    assert seal_all(a_compactor(tmp_path)) == 1
+    corrections, corrected_offset = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, corrections[0]])
+    seal_all(make_compactor(tmp_path))
+    assert make_compactor(tmp_path).due() == []
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
+    assert seal_all(make_compactor(tmp_path)) == 1
     (latest,) = batches(tmp_path, 0, "latest")
-    row = int(np.flatnonzero(latest.offset_R == at)[0])
+    row = int(np.flatnonzero(latest.offset_R == corrected_offset)[0])
     assert latest.label_BT[latest.request_index_B == row][1].tolist() == [1.0, 0.0], (
-        "those folded before are folded still"
+        "corrections of the first seal must stay applied"
     )
 
 
 def test_popular_columns_come_first_in_a_sealed_file(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     Warehouse(tmp_path).store.put(COLUMN_ORDER, b'["nro__age", "gone__feature", "ro__tags"]')
-    seal_all(a_compactor(tmp_path))
+    seal_all(make_compactor(tmp_path))
     warehouse = Warehouse(tmp_path)
     (file,) = [f for f in warehouse.samples.snapshot().files if f.sealed]
     names = warehouse.open_file("samples", file).footer.schema.to_arrow_schema().names
@@ -244,18 +256,18 @@ def test_popular_columns_come_first_in_a_sealed_file(tmp_path: Path) -> None:
 
 
 def test_of_two_compactors_one_seals_and_no_row_is_duplicated(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
-    one, two = a_compactor(tmp_path), a_compactor(tmp_path)
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    one, two = make_compactor(tmp_path), make_compactor(tmp_path)
     (due,), (same,) = one.due(), two.due()
     assert one.seal(due) and not two.seal(same)
-    assert places(tmp_path) == Counter((0, n) for n in range(53))
+    assert count_offsets(tmp_path) == Counter((0, n) for n in range(53))
 
 
 def test_a_damaged_file_stops_only_its_day_and_is_named(tmp_path: Path) -> None:
     second = closed_on(rich_records(SCHEMA, 12, partition=0), 1, first_offset=50)
     last = closed_on(rich_records(SCHEMA, 3, partition=0), 4, first_offset=62)
-    archive(tmp_path, [*FIRST, *second, *last])
-    compactor = a_compactor(tmp_path)
+    archive(tmp_path, [*FIRST_DAY, *second, *last])
+    compactor = make_compactor(tmp_path)
     first_day = compactor.due()[0]
     path = tmp_path / "samples" / first_day.files[0].path
     path.write_bytes(path.read_bytes()[:-100])
@@ -268,11 +280,11 @@ def test_a_damaged_file_stops_only_its_day_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_schema_stops_only_the_days_that_it_wrote(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     (schema,) = (tmp_path / "schemas").iterdir()
     text = schema.read_bytes()
     schema.unlink()
-    compactor = a_compactor(tmp_path)
+    compactor = make_compactor(tmp_path)
     compactor.run_once(threading.Event())
     assert (compactor.counts.damaged, compactor.counts.seals) == (1, 0)
     schema.write_bytes(text)
@@ -282,27 +294,29 @@ def test_a_missing_schema_stops_only_the_days_that_it_wrote(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("stored", [b"null", b"7", b"not JSON"])
 def test_an_unusable_column_order_is_ignored(tmp_path: Path, stored: bytes) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     Warehouse(tmp_path).store.put(COLUMN_ORDER, stored)
-    assert seal_all(a_compactor(tmp_path)) == 1
+    assert seal_all(make_compactor(tmp_path)) == 1
 
 
 def test_corrections_of_a_recreated_topic_are_folded_from_offset_0(tmp_path: Path) -> None:
-    told, at = corrected()
-    archive(tmp_path, [*FIRST, *NEXT, *told])
-    assert seal_all(a_compactor(tmp_path)) == 1 and a_compactor(tmp_path).due() == []
-    archive(tmp_path, [*FIRST, *NEXT, told[0]], topics={**TOPIC_IDS, "corrections": "made-again"})
-    assert seal_all(a_compactor(tmp_path)) == 1 and a_compactor(tmp_path).due() == []
+    corrections, corrected_offset = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
+    assert seal_all(make_compactor(tmp_path)) == 1 and make_compactor(tmp_path).due() == []
+    archive(
+        tmp_path, [*FIRST_DAY, *LATER_DAY, corrections[0]], topics={**TOPIC_IDS, "corrections": "made-again"}
+    )
+    assert seal_all(make_compactor(tmp_path)) == 1 and make_compactor(tmp_path).due() == []
     found = Warehouse(tmp_path).samples.snapshot()
     names = [folded_name(date(1970, 1, 1), 0, topic) for topic in (TOPIC_IDS["corrections"], "made-again")]
-    assert [found.progress(name) for name in names] == [3, 1] and at < 50
+    assert [found.progress(name) for name in names] == [3, 1] and corrected_offset < 50
 
 
 def test_rows_of_two_topics_stay_in_separate_files(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     others = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0)
     archive(tmp_path, others, topics={**TOPIC_IDS, "samples": "made-again"})
-    assert seal_all(a_compactor(tmp_path)) == 1
+    assert seal_all(make_compactor(tmp_path)) == 1
     sealed = {
         f.topic: (f.rows, f.last_offset) for f in Warehouse(tmp_path).samples.snapshot().files if f.sealed
     }
@@ -311,7 +325,7 @@ def test_rows_of_two_topics_stay_in_separate_files(tmp_path: Path) -> None:
 
 def test_whole_days_are_retired_oldest_first_and_the_newest_day_stays() -> None:
     day = date(2023, 5, 18)
-    files = [dataclasses.replace(a_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
+    files = [dataclasses.replace(make_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
     assert files_to_retire(files, 0, 0) == [] and files_to_retire([], 1, 1) == []
     assert files_to_retire(files, 2, 0) == files_to_retire(files, 0, 250) == files[:2]
     assert files_to_retire(files, 1, 0) == files_to_retire(files, 0, 1) == files[:3]
@@ -320,42 +334,42 @@ def test_whole_days_are_retired_oldest_first_and_the_newest_day_stays() -> None:
 
 def test_a_few_samples_of_a_future_day_retire_nothing() -> None:
     day = date(2023, 5, 18)
-    files = [dataclasses.replace(a_file(0, 999), day=day + timedelta(days=n)) for n in range(3)]
-    future = dataclasses.replace(a_file(1000, 1001), day=day + timedelta(days=4000))
+    files = [dataclasses.replace(make_file(0, 999), day=day + timedelta(days=n)) for n in range(3)]
+    future = dataclasses.replace(make_file(1000, 1001), day=day + timedelta(days=4000))
     assert files_to_retire([*files, future], 3, 0) == []
     assert files_to_retire([*files, future], 2, 0) == files[:1]
     assert files_to_retire([*files, future], 0, files[2].bytes + future.bytes) == files[:2]
 
 
-def test_a_day_that_is_too_large_loses_its_first_closed_files_but_no_partition_its_last() -> None:
+def test_a_day_that_is_too_large_loses_its_oldest_files_but_each_partition_keeps_one() -> None:
     def closed(first: int, ms: int, partition: int = 0) -> DataFile:
-        return dataclasses.replace(a_file(first, first + 9, partition), last_close_ms=ms)
+        return dataclasses.replace(make_file(first, first + 9, partition), last_close_ms=ms)
 
     files = [closed(20, 30), closed(0, 10), closed(10, 20), closed(0, 5, partition=1)]
     assert files_to_retire(files, 0, 400) == [] and files_to_retire(files, 0, 399) == [files[1]]
     assert files_to_retire(files, 0, 201) == files_to_retire(files, 0, 1) == [files[1], files[2]]
-    old = dataclasses.replace(a_file(0, 9), day=date(2023, 5, 1))
+    old = dataclasses.replace(make_file(0, 9), day=date(2023, 5, 1))
     assert files_to_retire([*files, old], 0, 400) == [old]
     assert files_to_retire([*files, old], 0, 399) == [old, files[1]]
     assert partly_retired_days([*files, old], [old, files[1]]) == [files[1].day]
 
 
-def test_the_files_of_a_day_that_has_just_begun_go_after_those_of_the_day_before() -> None:
+def test_files_of_the_current_day_are_retired_after_those_of_the_day_before() -> None:
     day = date(2023, 5, 18)
     yesterday = [
-        dataclasses.replace(a_file(100 * n, 100 * n + 99), day=day, last_close_ms=n) for n in range(3)
+        dataclasses.replace(make_file(100 * n, 100 * n + 99), day=day, last_close_ms=n) for n in range(3)
     ]
-    today = dataclasses.replace(a_file(300, 301), day=day + timedelta(days=1), last_close_ms=9)
+    today = dataclasses.replace(make_file(300, 301), day=day + timedelta(days=1), last_close_ms=9)
     assert files_to_retire([*yesterday, today], 0, 300) == yesterday[:1]
     assert files_to_retire([*yesterday, today], 0, 100) == yesterday
 
 
 def test_a_partly_retired_day_is_recorded_and_keeps_its_corrections(tmp_path: Path) -> None:
-    told, _ = corrected()
-    archive(tmp_path, [*FIRST, *told])
-    compactor = a_compactor(tmp_path, keep_bytes=1)
-    gone = compactor.retire()
-    assert gone == compactor.counts.cut > 3 and compactor.retire() == 0
+    corrections, _ = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *corrections])
+    compactor = make_compactor(tmp_path, keep_bytes=1)
+    retired = compactor.retire()
+    assert retired == compactor.counts.cut > 3 and compactor.retire() == 0
     warehouse = Warehouse(tmp_path)
     found = warehouse.samples.snapshot()
     (left,) = found.files
@@ -364,18 +378,20 @@ def test_a_partly_retired_day_is_recorded_and_keeps_its_corrections(tmp_path: Pa
     assert found.progress(partly_retired_name(date(1970, 1, 1))) == 1
     assert warehouse.corrections.snapshot().files
     late = closed_on(rich_records(SCHEMA, 80, partition=0)[50:], 0, first_offset=50)
-    archive(tmp_path, [*FIRST, *late, *told])
-    assert places(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), "progress is as it was"
+    archive(tmp_path, [*FIRST_DAY, *late, *corrections])
+    assert count_offsets(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), (
+        "the progress of the archive must stay"
+    )
 
 
 def test_samples_of_a_future_day_seal_nothing(tmp_path: Path) -> None:
     future = closed_on(rich_records(SCHEMA, 1, partition=0), 4000, first_offset=50)
-    archive(tmp_path, [*FIRST, *future])
-    assert a_compactor(tmp_path).due() == []
+    archive(tmp_path, [*FIRST_DAY, *future])
+    assert make_compactor(tmp_path).due() == []
 
 
 def test_a_day_that_has_not_ended_by_the_clock_is_not_sealed(tmp_path: Path) -> None:
-    archive(tmp_path, [*FIRST, *NEXT])
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     config = CompactorConfig(warehouse=str(tmp_path), seal_after_ms=60_000)
     running, ended = (
         Compactor(Warehouse(tmp_path), config, FakeClock(now_ms=DAY_MS + ms)) for ms in (59_000, 60_000)
@@ -384,24 +400,26 @@ def test_a_day_that_has_not_ended_by_the_clock_is_not_sealed(tmp_path: Path) -> 
 
 
 def test_corrections_that_come_after_their_day_was_retired_are_removed(tmp_path: Path) -> None:
-    told, _ = corrected()
-    archive(tmp_path, [*FIRST, *NEXT, *told[:1]])
-    a_compactor(tmp_path, keep_days=1).retire()
+    corrections, _ = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections[:1]])
+    make_compactor(tmp_path, keep_days=1).retire()
     unseen = closed_on(rich_records(SCHEMA, 60, partition=0)[55:], 5)
-    ahead = a_correction(unseen[0], 1, 0.0, 1.0, offset=3, event=9)
-    archive(tmp_path, [*FIRST, *NEXT, *told, ahead])
-    corrections = Warehouse(tmp_path).corrections
-    assert {file.day for file in corrections.snapshot().files} == {date(1970, 1, 1), date(1970, 1, 6)}
-    assert a_compactor(tmp_path).retire() == 0
-    assert {file.day for file in corrections.snapshot().files} == {date(1970, 1, 6)}, "samples may follow"
+    ahead = make_correction(unseen[0], 1, 0.0, 1.0, offset=3, event=9)
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections, ahead])
+    table = Warehouse(tmp_path).corrections
+    assert {file.day for file in table.snapshot().files} == {date(1970, 1, 1), date(1970, 1, 6)}
+    assert make_compactor(tmp_path).retire() == 0
+    assert {file.day for file in table.snapshot().files} == {date(1970, 1, 6)}, (
+        "corrections of a later day are kept, because their samples may follow"
+    )
 
 
-def test_many_files_of_corrections_of_a_sealed_day_are_merged_and_mean_the_same(tmp_path: Path) -> None:
-    told, _ = corrected()
-    item = pb.Sample.FromString(told[0].value[2:]).item_ids[0]
-    more = [a_correction(FIRST[0], item, 0.0, 1.0, offset=3 + n, event=20 + n) for n in range(9)]
-    archive(tmp_path, [*FIRST, *NEXT, *told, *more], per_flush=1)
-    warehouse, compactor = Warehouse(tmp_path), a_compactor(tmp_path)
+def test_many_files_of_corrections_of_a_sealed_day_are_merged_without_a_change(tmp_path: Path) -> None:
+    corrections, _ = make_corrections()
+    item = pb.Sample.FromString(corrections[0].value[2:]).item_ids[0]
+    more = [make_correction(FIRST_DAY[0], item, 0.0, 1.0, offset=3 + n, event=20 + n) for n in range(9)]
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections, *more], per_flush=1)
+    warehouse, compactor = Warehouse(tmp_path), make_compactor(tmp_path)
     files = warehouse.corrections.snapshot().files
     before = read_latest(warehouse, files, SCHEMA.tasks)
     compactor.run_once(threading.Event())
@@ -413,36 +431,36 @@ def test_many_files_of_corrections_of_a_sealed_day_are_merged_and_mean_the_same(
     assert warehouse.corrections.snapshot().progress(compact_name(date(1970, 1, 1), 0)) == 1
 
 
-def test_two_compactors_at_once_do_no_harm(tmp_path: Path) -> None:
-    told, _ = corrected()
+def test_two_compactors_at_once_lose_or_duplicate_no_row(tmp_path: Path) -> None:
+    corrections, _ = make_corrections()
     old = closed_on(rich_records(SCHEMA, 12, partition=0), 0)
-    records = [*old, *closed_on(rich_records(SCHEMA, 40, partition=0), 2, first_offset=12), *told]
+    records = [*old, *closed_on(rich_records(SCHEMA, 40, partition=0), 2, first_offset=12), *corrections]
     records += closed_on(rich_records(SCHEMA, 30, partition=0), 4, first_offset=52)
     archive(tmp_path, records, per_flush=10)
-    rivals = [a_compactor(tmp_path, keep_days=3) for _ in range(2)]
-    threads = [threading.Thread(target=rival.run_once, args=(threading.Event(),)) for rival in rivals]
+    compactors = [make_compactor(tmp_path, keep_days=3) for _ in range(2)]
+    threads = [threading.Thread(target=each.run_once, args=(threading.Event(),)) for each in compactors]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    rivals[0].run_once(threading.Event())
-    assert places(tmp_path) == Counter((0, n) for n in range(12, 82))
-    assert all(compactor.counts.damaged == 0 for compactor in rivals)
+    compactors[0].run_once(threading.Event())
+    assert count_offsets(tmp_path) == Counter((0, n) for n in range(12, 82))
+    assert all(compactor.counts.damaged == 0 for compactor in compactors)
     for file in Warehouse(tmp_path).samples.snapshot().files:
         assert (tmp_path / "samples" / file.path).exists()
 
 
 def test_a_compactor_creates_nothing_in_an_empty_mount_and_notices_another_warehouse(tmp_path: Path) -> None:
-    place = tmp_path / "mount"
-    place.mkdir()
-    compactor = a_compactor(place)
+    location = tmp_path / "mount"
+    location.mkdir()
+    compactor = make_compactor(location)
     with pytest.raises(UnavailableError, match="mount"):
         compactor.run_once(threading.Event())
-    assert not list(place.iterdir())
-    archive(place, [*FIRST, *NEXT])
+    assert not list(location.iterdir())
+    archive(location, [*FIRST_DAY, *LATER_DAY])
     compactor.run_once(threading.Event())
-    place.rename(tmp_path / "away")
-    archive(place, [*FIRST, *NEXT])
+    location.rename(tmp_path / "away")
+    archive(location, [*FIRST_DAY, *LATER_DAY])
     with pytest.raises(CheckpointError, match="another warehouse"):
         compactor.run_once(threading.Event())
 
@@ -450,8 +468,8 @@ def test_a_compactor_creates_nothing_in_an_empty_mount_and_notices_another_wareh
 def test_a_file_that_cannot_be_read_now_delays_only_its_day(tmp_path: Path) -> None:
     second = closed_on(rich_records(SCHEMA, 12, partition=0), 1, first_offset=50)
     last = closed_on(rich_records(SCHEMA, 3, partition=0), 4, first_offset=62)
-    archive(tmp_path, [*FIRST, *second, *last])
-    compactor = a_compactor(tmp_path)
+    archive(tmp_path, [*FIRST_DAY, *second, *last])
+    compactor = make_compactor(tmp_path)
     path = tmp_path / "samples" / compactor.due()[0].files[0].path
     content = path.read_bytes()
     path.unlink()
@@ -466,14 +484,14 @@ def test_a_file_that_cannot_be_read_now_delays_only_its_day(tmp_path: Path) -> N
 
 
 def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_path: Path) -> None:
-    told, _ = corrected()
-    archive(tmp_path, [*FIRST, *NEXT, *told])
-    compactor = a_compactor(tmp_path, keep_days=1)
-    gone = [f.path for f in Warehouse(tmp_path).samples.snapshot().files if f.day == date(1970, 1, 1)]
-    assert compactor.retire() == len(gone) > 0 and compactor.retire() == 0
+    corrections, _ = make_corrections()
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
+    compactor = make_compactor(tmp_path, keep_days=1)
+    retired = [f.path for f in Warehouse(tmp_path).samples.snapshot().files if f.day == date(1970, 1, 1)]
+    assert compactor.retire() == len(retired) > 0 and compactor.retire() == 0
     warehouse = Warehouse(tmp_path)
-    assert places(tmp_path) == Counter((0, n) for n in range(50, 53))
+    assert count_offsets(tmp_path) == Counter((0, n) for n in range(50, 53))
     assert warehouse.corrections.snapshot().files == ()
     assert compactor.vacuum() == []
-    assert warehouse.samples.vacuum(0) == sorted(gone)
-    assert not any((tmp_path / "samples" / path).exists() for path in gone)
+    assert warehouse.samples.vacuum(0) == sorted(retired)
+    assert not any((tmp_path / "samples" / path).exists() for path in retired)

@@ -1,4 +1,4 @@
-"""Files and progress are committed together, once, by one of several that would."""
+"""The table's log commits files and progress together. Of several programs that compete, one commits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from tests.warehouse.memory_table import data_file
 DAY = date(2023, 5, 18)
 
 
-def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False, topic: str = "") -> DataFile:
+def make_file(
+    first: int, last: int, partition: int = 0, *, sealed: bool = False, topic: str = ""
+) -> DataFile:
     path = new_path(DAY, partition, (1 << 64) - 5, 7, topic=topic, sealed=sealed)
     return data_file(path, DAY, partition, last - first + 1, 7, first, sealed=sealed, topic=topic)
 
 
-def written(place: str | Path, first: int, last: int, partition: int = 0, **kind: Any) -> DataFile:
-    """A file that is in the store and waits for its commit."""
-    file = a_file(first, last, partition, **kind)
-    open_store(place).put(f"samples/{file.path}", b"x" * file.bytes)
+def write_file(location: str | Path, first: int, last: int, partition: int = 0, **kind: Any) -> DataFile:
+    """Write a file to the store without committing it."""
+    file = make_file(first, last, partition, **kind)
+    open_store(location).put(f"samples/{file.path}", b"x" * file.bytes)
     return file
 
 
@@ -43,44 +45,42 @@ def s3() -> Iterator[None]:
 
 
 @pytest.fixture(params=["directory", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "directory":
         return str(tmp_path)
     request.getfixturevalue("s3")
     return f"s3://{s3_server.BUCKET}/{tmp_path.name.lower().replace('_', '-').strip('-')}"
 
 
-def opened(place: str | Path) -> WarehouseTable:
-    table = WarehouseTable(place, "samples")
+def open_table(location: str | Path) -> WarehouseTable:
+    table = WarehouseTable(location, "samples")
     table.create()
     return table
 
 
-def test_a_table_is_created_once_and_is_empty(place: str) -> None:
-    table = WarehouseTable(place, "samples")
+def test_a_table_is_created_once_and_is_empty(location: str) -> None:
+    table = WarehouseTable(location, "samples")
     assert not table.exists()
     with pytest.raises(CheckpointError):
         table.snapshot()
     table.create()
-    opened(place)
+    open_table(location)
     assert (
         table.exists() and table.snapshot().files == () and table.snapshot().progress("samples/t/0") is None
     )
 
 
-def test_committed_files_and_progress_are_read_back(place: str) -> None:
-    table, file, sealed = (
-        opened(place),
-        written(place, 0, 9),
-        written(place, 10, 12, 3, sealed=True, topic="q1_-Z" * 4),
-    )
+def test_committed_files_and_progress_are_read_back(location: str) -> None:
+    table = open_table(location)
+    file = write_file(location, 0, 9)
+    sealed = write_file(location, 10, 12, 3, sealed=True, topic="q1_-Z" * 4)
     table.commit(
         [file, sealed],
         progress={"samples/t/0": ProgressStep(None, 10), "samples/t/3": ProgressStep(None, 13)},
     )
     after = table.snapshot()
     assert set(after.files) == {file, sealed}
-    assert after.files == WarehouseTable(place, "samples").snapshot().files
+    assert after.files == WarehouseTable(location, "samples").snapshot().files
     assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (
         10,
         13,
@@ -90,34 +90,34 @@ def test_committed_files_and_progress_are_read_back(place: str) -> None:
     assert (older.files, older.progress("samples/t/0")) == ((), None)
 
 
-def test_a_second_commit_of_a_partition_is_rejected_and_another_partition_succeeds(place: str) -> None:
-    one, other = opened(place), opened(place)
-    one.commit([written(place, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+def test_a_second_commit_of_a_partition_is_rejected_and_another_partition_succeeds(location: str) -> None:
+    one, other = open_table(location), open_table(location)
+    one.commit([write_file(location, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     with pytest.raises(FencedError, match="10"):
-        other.commit([written(place, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
-    other.commit([written(place, 0, 4, 1)], progress={"samples/t/1": ProgressStep(None, 5)})
+        other.commit([write_file(location, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    other.commit([write_file(location, 0, 4, 1)], progress={"samples/t/1": ProgressStep(None, 5)})
     with pytest.raises(FencedError):
         one.commit(
-            [written(place, 0, 4, 1), written(place, 10, 11)],
+            [write_file(location, 0, 4, 1), write_file(location, 10, 11)],
             progress={"samples/t/1": ProgressStep(None, 5), "samples/t/0": ProgressStep(10, 12)},
         )
     assert sorted(f.partition for f in one.snapshot().files) == [0, 1]
 
 
 def test_a_commit_whose_answer_was_lost_is_not_repeated(tmp_path: Path) -> None:
-    table, file = opened(tmp_path), written(tmp_path, 0, 9)
+    table, file = open_table(tmp_path), write_file(tmp_path, 0, 9)
     table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
     first = table.snapshot()
     table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
-    again = table.snapshot()
-    assert again.version == first.version and again.files == (file,)
+    after_retry = table.snapshot()
+    assert after_retry.version == first.version and after_retry.files == (file,)
 
 
-def test_of_two_replacements_of_the_same_files_one_is_committed(place: str) -> None:
-    table, rival = opened(place), opened(place)
-    small = [written(place, 0, 4), written(place, 5, 9)]
+def test_of_two_replacements_of_the_same_files_one_is_committed(location: str) -> None:
+    table, rival = open_table(location), open_table(location)
+    small = [write_file(location, 0, 4), write_file(location, 5, 9)]
     table.commit(small, progress={"samples/t/0": ProgressStep(None, 10)})
-    whole, other = written(place, 0, 9, sealed=True), written(place, 0, 9, sealed=True)
+    whole, other = write_file(location, 0, 9, sealed=True), write_file(location, 0, 9, sealed=True)
     table.commit([whole], small, {"compact/2023-05-18/0": ProgressStep(None, 1)})
     for step in (ProgressStep(None, 1), ProgressStep(1, 2)):
         with pytest.raises(FencedError):
@@ -126,12 +126,12 @@ def test_of_two_replacements_of_the_same_files_one_is_committed(place: str) -> N
 
 
 def test_a_replacement_is_committed_after_a_concurrent_append(tmp_path: Path) -> None:
-    table, archiver = opened(tmp_path), opened(tmp_path)
-    small = written(tmp_path, 0, 4)
+    table, archiver = open_table(tmp_path), open_table(tmp_path)
+    small = write_file(tmp_path, 0, 4)
     table.commit([small], progress={"samples/t/0": ProgressStep(None, 5)})
-    archiver.commit([late := written(tmp_path, 5, 9)], progress={"samples/t/0": ProgressStep(5, 10)})
+    archiver.commit([late := write_file(tmp_path, 5, 9)], progress={"samples/t/0": ProgressStep(5, 10)})
     table.commit(
-        [whole := written(tmp_path, 0, 4, sealed=True)],
+        [whole := write_file(tmp_path, 0, 4, sealed=True)],
         [small],
         {"compact/2023-05-18/0": ProgressStep(None, 1)},
     )
@@ -139,7 +139,7 @@ def test_a_replacement_is_committed_after_a_concurrent_append(tmp_path: Path) ->
 
 
 def test_new_columns_are_added_once(tmp_path: Path) -> None:
-    table, stale = opened(tmp_path), opened(tmp_path)
+    table, stale = open_table(tmp_path), open_table(tmp_path)
     column_types = {
         "ro__age": ColumnType("request", "float", "f4"),
         "nro__topics": ColumnType("candidate", "id", "i8", is_list=True),
@@ -148,15 +148,15 @@ def test_new_columns_are_added_once(tmp_path: Path) -> None:
     version = table.snapshot().version
     table.widen(column_types)
     assert stale.widen(column_types) == []
-    assert table.snapshot().version == version, "what is there isn't committed again"
-    table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    assert table.snapshot().version == version, "existing columns must not be committed again"
+    table.commit([write_file(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     assert table.widen({"ro__age": ColumnType("request", "id", "i8", is_list=True)}) == ["ro__age"]
     names = json.loads((tmp_path / "samples/_delta_log" / f"{version:020}.json").read_text().split("\n")[1])
     assert "nro__topics" in json.dumps(names)
 
 
 def test_progress_survives_many_commits_and_log_checkpoints(tmp_path: Path) -> None:
-    table = opened(tmp_path)
+    table = open_table(tmp_path)
     table.commit([], progress={"samples/t/1": ProgressStep(None, 77)})
     for n in range(45):
         table.commit([], progress={"samples/t/0": ProgressStep(n or None, n + 1)})
@@ -166,29 +166,29 @@ def test_progress_survives_many_commits_and_log_checkpoints(tmp_path: Path) -> N
 
 
 def test_the_vacuum_deletes_replaced_files_but_not_pinned_ones(tmp_path: Path) -> None:
-    table, store = opened(tmp_path), open_store(tmp_path)
-    small, replaced = written(tmp_path, 0, 4), written(tmp_path, 5, 9)
+    table, store = open_table(tmp_path), open_store(tmp_path)
+    small, replaced = write_file(tmp_path, 0, 4), write_file(tmp_path, 5, 9)
     table.commit([small, replaced], progress={"samples/t/0": ProgressStep(None, 10)})
-    read, whole = table.snapshot(), written(tmp_path, 0, 9, sealed=True)
+    read, whole = table.snapshot(), write_file(tmp_path, 0, 9, sealed=True)
     table.commit([whole], [small, replaced], {"compact/2023-05-18/0": ProgressStep(None, 1)})
     pin_version(store, "session-1", VersionPin("samples", read.version, until_ms=2_000))
 
-    def there() -> set[str]:
+    def existing_paths() -> set[str]:
         return {f.path for f in (small, replaced, whole) if (tmp_path / "samples" / f.path).exists()}
 
     table.vacuum(0, pinned_versions(store, "samples", now_ms=1_000))
-    assert there() == {small.path, replaced.path, whole.path}
+    assert existing_paths() == {small.path, replaced.path, whole.path}
     assert pinned_versions(store, "corrections", now_ms=1_000) == set()
     assert table.vacuum(1) == [] and len(table.vacuum(0, dry_run=True)) == 2
     version = table.snapshot().version
     table.vacuum(0, pinned_versions(store, "samples", now_ms=2_000))
-    assert there() == {whole.path} and store.list("pins") == []
-    assert table.snapshot().version == version, "a vacuum adds nothing to the log"
+    assert existing_paths() == {whole.path} and store.list("pins") == []
+    assert table.snapshot().version == version, "a vacuum must not write to the log"
 
 
-def test_the_vacuum_spares_files_that_wait_for_their_commit_and_files_of_others(tmp_path: Path) -> None:
-    table = opened(tmp_path)
-    waiting, orphan = written(tmp_path, 0, 4), written(tmp_path, 5, 9)
+def test_the_vacuum_keeps_files_that_wait_for_their_commit_and_foreign_files(tmp_path: Path) -> None:
+    table = open_table(tmp_path)
+    waiting, orphan = write_file(tmp_path, 0, 4), write_file(tmp_path, 5, 9)
     notes = tmp_path / "samples" / "NOTES.txt"
     notes.write_text("mine")
     day_ago_s = time.time() - 86_400
@@ -200,13 +200,13 @@ def test_the_vacuum_spares_files_that_wait_for_their_commit_and_files_of_others(
     assert notes.exists() and table.snapshot().files == (waiting,)
 
 
-def test_a_commit_of_a_missing_file_is_refused_and_changes_nothing(place: str) -> None:
-    table, file, gone = opened(place), written(place, 0, 9), written(place, 10, 19)
+def test_a_commit_of_a_missing_file_is_refused_and_changes_nothing(location: str) -> None:
+    table, file, missing_file = open_table(location), write_file(location, 0, 9), write_file(location, 10, 19)
     step = {"samples/t/0": ProgressStep(None, 20)}
-    open_store(place).delete(f"samples/{gone.path}")
+    open_store(location).delete(f"samples/{missing_file.path}")
     version = table.snapshot().version
-    with pytest.raises(MissingFilesError, match=gone.path):
-        table.commit([file, gone], progress=step)
+    with pytest.raises(MissingFilesError, match=missing_file.path):
+        table.commit([file, missing_file], progress=step)
     assert table.snapshot().version == version
     table.commit([file], progress=step)
 
@@ -215,9 +215,9 @@ def test_a_commit_of_a_missing_file_is_refused_and_changes_nothing(place: str) -
 def test_a_pin_of_a_version_that_does_not_exist_does_not_stop_the_vacuum(
     tmp_path: Path, version: int
 ) -> None:
-    table, store = opened(tmp_path), open_store(tmp_path)
+    table, store = open_table(tmp_path), open_store(tmp_path)
     pin_version(store, "a", VersionPin("samples", version, 5_000))
-    orphan = written(tmp_path, 0, 4)
+    orphan = write_file(tmp_path, 0, 4)
     os.utime(tmp_path / "samples" / orphan.path, (0, 0))
     assert table.vacuum(1, pinned_versions(store, "samples", 1_000)) == [orphan.path]
 
@@ -234,8 +234,8 @@ def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
 
 
 def test_a_damaged_log_or_missing_version_is_reported_as_damage(tmp_path: Path) -> None:
-    table = opened(tmp_path)
-    table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    table = open_table(tmp_path)
+    table.commit([write_file(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     log = tmp_path / "samples/_delta_log/00000000000000000001.json"
     good = log.read_text()
     log.write_text(good[:-30])
@@ -247,8 +247,8 @@ def test_a_damaged_log_or_missing_version_is_reported_as_damage(tmp_path: Path) 
 
 
 def test_a_file_that_another_program_added_is_named(tmp_path: Path) -> None:
-    table, foreign = opened(tmp_path), "day=2023-05-18/part-0.parquet"
-    table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    table, foreign = open_table(tmp_path), "day=2023-05-18/part-0.parquet"
+    table.commit([write_file(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     log = tmp_path / "samples/_delta_log"
     entries = [json.loads(line) for line in (log / f"{1:020}.json").read_text().splitlines()]
     (entry,) = [entry for entry in entries if "add" in entry]
@@ -261,14 +261,14 @@ def test_a_file_that_another_program_added_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", [1, 3, 5, "first", "checkpoint"])
 def test_a_log_with_missing_files_is_reported_as_damage(tmp_path: Path, missing: int | str) -> None:
-    table, log = opened(tmp_path), tmp_path / "samples/_delta_log"
+    table, log = open_table(tmp_path), tmp_path / "samples/_delta_log"
     for n in range(25 if missing == "checkpoint" else 6):
         table.commit([], progress={"samples/t/0": ProgressStep(n or None, n + 1)})
     if missing == "checkpoint":
-        gone = [*log.glob("*.checkpoint.parquet"), *(log / f"{n:020}.json" for n in range(15))]
+        missing_paths = [*log.glob("*.checkpoint.parquet"), *(log / f"{n:020}.json" for n in range(15))]
     else:
-        gone = [log / f"{0 if missing == 'first' else missing:020}.json"]
-    for path in gone:
+        missing_paths = [log / f"{0 if missing == 'first' else missing:020}.json"]
+    for path in missing_paths:
         path.unlink()
     with pytest.raises(CheckpointError, match="restore"):
         table.snapshot()

@@ -1,4 +1,4 @@
-"""Features by day, and what of them is told."""
+"""Daily statistics of features, and alerts about missing or shifted features."""
 
 from __future__ import annotations
 
@@ -34,19 +34,24 @@ def without(batch: Batch, column: int) -> Batch:
 
 def test_each_day_reports_coverage_lengths_and_drift() -> None:
     batch = batch_of(1)
-    told = report_of(batch, batch_of(2))
-    assert list(told) == ["2024-01-01", "2024-01-02"] and list(told["2024-01-01"])[:2] == ["gap_s", "hour"]
-    history, lengths_R = told["2024-01-01"]["history"], batch.ro_lists.lengths_KN[1]
+    report = report_of(batch, batch_of(2))
+    assert list(report) == ["2024-01-01", "2024-01-02"] and list(report["2024-01-01"])[:2] == [
+        "gap_s",
+        "hour",
+    ]
+    history, lengths_R = report["2024-01-01"]["history"], batch.ro_lists.lengths_KN[1]
     assert history["coverage"] == pytest.approx(batch.ro_lists.present_KN[1].mean())
     assert history["length"] == pytest.approx(lengths_R.sum() / batch.ro_lists.present_KN[1].sum())
-    assert history["longest"] == lengths_R.max() and history["moved"] is None, "there is no day before"
-    assert told["2024-01-02"]["ctr"]["rows"] == 900 and (told["2024-01-02"]["ctr"]["moved"] or 0) < 0.25
-    assert alerts(told) == []
+    assert history["longest"] == lengths_R.max() and history["moved"] is None, (
+        "the first day has no previous day"
+    )
+    assert report["2024-01-02"]["ctr"]["rows"] == 900 and (report["2024-01-02"]["ctr"]["moved"] or 0) < 0.25
+    assert alerts(report) == []
 
 
 def test_a_missing_or_rarer_feature_raises_an_alert() -> None:
-    gone = alerts(report_of(batch_of(1), without(batch_of(2), 0)))
-    assert len(gone) == 1 and gone[0].startswith("2024-01-02: ctr is in no row; it was in 9")
+    messages = alerts(report_of(batch_of(1), without(batch_of(2), 0)))
+    assert len(messages) == 1 and messages[0].startswith("2024-01-02: ctr is in no row; it was in 9")
     rarer = batch_of(2)
     rarer.nro_present_BF[::3, 1] = False
     (line, *_) = alerts(report_of(batch_of(1), rarer))

@@ -1,4 +1,4 @@
-"""Fixtures of a schema with every kind of feature, and of samples that are valid under it."""
+"""Fixtures: a schema with every kind of feature, and valid samples of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A decoder written with protobuf and `decode_block` only, which the kernels must equal, and a sample to
-damage."""
+"""A reference implementation of sample decoding with protobuf and `decode_block` only. The decoder's kernels
+must equal it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Samples = Callable[[int], list[pb.Sample]]
 ToRecord = Callable[..., Record]
 
 
-def decoder(schema: Schema, *others: Schema) -> Decoder:
+def make_decoder(schema: Schema, *others: Schema) -> Decoder:
     known = {s.fingerprint: s for s in (schema, *others)}
     return Decoder(schema, known.get)
 
 
 def check_reference(schema: Schema, value: bytes) -> pb.Sample:
-    """The message, if it is acceptable; otherwise WireError with a reason."""
+    """Parse and check a sample as the decoder must. Raise WireError with a reason if it is invalid."""
     limits = schema.limits
     if len(value) < 2:
         raise WireError("undecodable", "")
@@ -48,14 +48,14 @@ def check_reference(schema: Schema, value: bytes) -> pb.Sample:
             raise WireError("undecodable", "") from None
     if sample.header.schema != schema.fingerprint:
         raise WireError("unknown_schema", "")
-    check_columns_of(schema, sample)
+    check_columns(schema, sample)
     check_block(schema, "ro", sample.ro, 1, limits)
     for part in sample.parts:
         check_block(schema, "nro", part.nro, part.num_rows, limits)
     return sample
 
 
-def check_columns_of(schema: Schema, s: pb.Sample) -> None:
+def check_columns(schema: Schema, s: pb.Sample) -> None:
     n, t, e = len(s.item_ids), len(schema.labels), len(s.event_ids)
     used = 0
     for part in s.parts:
@@ -85,21 +85,23 @@ def check_columns_of(schema: Schema, s: pb.Sample) -> None:
         raise WireError("bad_number", "weights")
 
 
-def same_floats(got: np.ndarray, present: np.ndarray, wanted: list[float | None], default: float) -> None:
-    assert present.tolist() == [v is not None and not np.isnan(v) for v in wanted]
-    filled = [default if v is None or np.isnan(v) else v for v in wanted]
+def assert_same_floats(
+    got: np.ndarray, present: np.ndarray, expected: list[float | None], default: float
+) -> None:
+    assert present.tolist() == [v is not None and not np.isnan(v) for v in expected]
+    filled = [default if v is None or np.isnan(v) else v for v in expected]
     assert got.tolist() == np.array(filled, np.float32).tolist()
 
 
-def same_lists(schema: Schema, side: str, lists: Jagged, name: str, wanted: list[Any]) -> None:
+def assert_same_lists(schema: Schema, side: str, lists: Jagged, name: str, expected: list[Any]) -> None:
     f = next(f for f in getattr(schema, side) if f.name == name)
     cut = f.max_len or schema.limits.max_list
     k = lists.index(name)
-    assert lists.present_KN[k].tolist() == [v is not None for v in wanted]
+    assert lists.present_KN[k].tolist() == [v is not None for v in expected]
     keys = {"": "", "weights": "weights", **{c: c for c in f.columns}}
     for key in keys:
         flat: list[Any] = []
-        for value in wanted:
+        for value in expected:
             if value is None:
                 continue
             if isinstance(value, list):
@@ -118,14 +120,14 @@ def same_lists(schema: Schema, side: str, lists: Jagged, name: str, wanted: list
             assert lists.columns[f"{name}.{key}"].tolist() == flat
 
 
-def same_as_reference(schema: Schema, batch: Batch, kept: list[pb.Sample]) -> None:
+def assert_equals_reference(schema: Schema, batch: Batch, kept: list[pb.Sample]) -> None:
     ro = [decode_block(schema, "ro", s.ro, 1) for s in kept]
     for i, f in enumerate(schema.floats("ro")):
-        same_floats(
+        assert_same_floats(
             batch.ro_float_RF[:, i], batch.ro_present_RF[:, i], [v.get(f.name) for v in ro], f.default
         )
     for f in schema.lists("ro"):
-        same_lists(schema, "ro", batch.ro_lists, f.name, [v.get(f.name) for v in ro])
+        assert_same_lists(schema, "ro", batch.ro_lists, f.name, [v.get(f.name) for v in ro])
     nro: dict[str, list[Any]] = {f.name: [] for f in schema.nro}
     for s in kept:
         for part in s.parts:
@@ -133,13 +135,13 @@ def same_as_reference(schema: Schema, batch: Batch, kept: list[pb.Sample]) -> No
             for name, column in block.items():
                 nro[name] += [column[row] for row in (part.rows or range(part.num_rows))]
     for i, f in enumerate(schema.floats("nro")):
-        same_floats(batch.nro_float_BF[:, i], batch.nro_present_BF[:, i], nro[f.name], f.default)
+        assert_same_floats(batch.nro_float_BF[:, i], batch.nro_present_BF[:, i], nro[f.name], f.default)
     for f in schema.lists("nro"):
-        same_lists(schema, "nro", batch.nro_lists, f.name, nro[f.name])
-    same_scalars(batch, kept, len(schema.labels))
+        assert_same_lists(schema, "nro", batch.nro_lists, f.name, nro[f.name])
+    assert_same_scalars(batch, kept, len(schema.labels))
 
 
-def same_scalars(batch: Batch, kept: list[pb.Sample], t: int) -> None:
+def assert_same_scalars(batch: Batch, kept: list[pb.Sample], t: int) -> None:
     def column(values: list[list[float]], dtype: type = np.float32) -> list[float]:
         return np.array([v for row in values for v in row], dtype).tolist()
 
@@ -165,7 +167,7 @@ def same_scalars(batch: Batch, kept: list[pb.Sample], t: int) -> None:
     assert batch.oldest_engagement_ms_R.tolist() == [min(s.event_times, default=0) for s in kept]
 
 
-def valid(schema: Schema) -> pb.Sample:
+def valid_sample(schema: Schema) -> pb.Sample:
     nro = encode_nro(schema, {"age": [1.0, 2.0], "item": [[1], [2]]}, 2)
     ro = encode_ro(schema, {"hour": 1.0, "tags": {"ids": [1], "weights": [0.5]}})
     return pb.Sample(

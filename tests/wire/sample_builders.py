@@ -1,4 +1,4 @@
-"""A schema with every kind of feature, and samples that are valid under it."""
+"""A schema with every kind of feature, and random valid samples of it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def nro_columns(rng: np.random.Generator, n: int) -> dict[str, Any]:
 
 
 def make_sample(schema: Schema, seed: int) -> pb.Sample:
-    """A valid sample with two parts, one of which is used in part; some optional columns are absent."""
+    """Build a random valid sample with up to two parts. It uses some rows of the first part. Optional columns
+    may be absent."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(0, 6))
     used = sorted(rng.choice(6, size=n, replace=False).tolist())

@@ -1,4 +1,4 @@
-"""Batch, Jagged, expansion and re-batching keep every request's rows together."""
+"""Taking, expanding, concatenating and re-batching requests keeps all data of each request together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch(
 
 
 def rows_of(lists: Jagged, n: int) -> list[object]:
-    """Everything that row n holds."""
+    """Return all values, weights and columns of row n."""
     out: list[object] = []
     for k, key in enumerate(lists.keys):
         start, end = lists.offsets_of(key)[n : n + 2]
@@ -40,8 +40,8 @@ def rows_of(lists: Jagged, n: int) -> list[object]:
     return out
 
 
-def request(batch: Batch, r: int) -> list[object]:
-    """Everything that request r holds, candidates included."""
+def request_contents(batch: Batch, r: int) -> list[object]:
+    """Return all data of request r and of its candidates."""
     at = np.flatnonzero(batch.request_index_B == r)
     out: list[object] = [rows_of(batch.ro_lists, r), [rows_of(batch.nro_lists, int(b)) for b in at]]
     for field in dataclasses.fields(batch):
@@ -54,15 +54,15 @@ def request(batch: Batch, r: int) -> list[object]:
 def test_taken_requests_are_the_same_requests_with_repeats_and_in_any_order(batch: Batch) -> None:
     rows = np.array([7, 3, 3, 29, 0])
     taken = batch.take_requests(rows)
-    assert [request(taken, i) for i in range(5)] == [request(batch, int(r)) for r in rows]
+    assert [request_contents(taken, i) for i in range(5)] == [request_contents(batch, int(r)) for r in rows]
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 30), (0, 4), (7, 8), (5, 5), (12, 30), (30, 30), (0, 0)])
 def test_a_range_of_requests_equals_the_taken_requests(batch: Batch, start: int, end: int) -> None:
     cut, taken = batch.requests_between(start, end), batch.take_requests(np.arange(start, end))
-    ours, theirs = arrays(cut), arrays(taken)
-    for name, expected in theirs.items():
-        found = ours[name]
+    cut_arrays, taken_arrays = arrays_of(cut), arrays_of(taken)
+    for name, expected in taken_arrays.items():
+        found = cut_arrays[name]
         if isinstance(expected, np.ndarray) and isinstance(found, np.ndarray):
             assert (found.dtype, found.shape, found.tobytes()) == (
                 expected.dtype,
@@ -77,7 +77,7 @@ def test_a_range_of_requests_equals_the_taken_requests(batch: Batch, start: int,
             assert found == expected or found is expected, name
     assert not any(
         np.shares_memory(value, batch.nro_float_BF)
-        for value in ours.values()
+        for value in cut_arrays.values()
         if isinstance(value, np.ndarray)
     )
 
@@ -111,7 +111,7 @@ def test_rebatching_keeps_all_impressions_in_order(batch: Batch, size: int, cut:
     assert whole.nro_lists.values_of("item").tolist() == batch.nro_lists.values_of("item").tolist()
 
 
-def empty(keys: tuple[str, ...], num_rows: int) -> Jagged:
+def empty_lists(keys: tuple[str, ...], num_rows: int) -> Jagged:
     shape = (len(keys), num_rows)
     none = np.zeros(0, dtype=np.int64)
     return Jagged(
@@ -147,12 +147,12 @@ def test_taken_rows_keep_values_weights_and_columns(seed: int, num_keys: int, nu
     assert taken.values.dtype == np.int64 and taken.present_KN.flags.c_contiguous
 
 
-def arrays(of: object) -> dict[str, object]:
+def arrays_of(instance: object) -> dict[str, object]:
     found: dict[str, object] = {}
-    for field in dataclasses.fields(of):  # type: ignore[arg-type]
-        value = getattr(of, field.name)
+    for field in dataclasses.fields(instance):  # type: ignore[arg-type]
+        value = getattr(instance, field.name)
         found |= (
-            {f"{field.name}.{k}": v for k, v in arrays(value).items()}
+            {f"{field.name}.{k}": v for k, v in arrays_of(value).items()}
             if isinstance(value, Jagged)
             else {field.name: value}
         )
@@ -165,7 +165,7 @@ def test_concatenated_parts_equal_the_batch(sizes: list[int]) -> None:
     whole, _ = Decoder(samples.schema(), {}.get).decode(samples.records(list(range(1, 1 + sum(sizes)))))
     ends = np.cumsum(sizes)
     parts = [whole.take_requests(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-    got, expected = arrays(Batch.concat(parts)), arrays(whole)
+    got, expected = arrays_of(Batch.concat(parts)), arrays_of(whole)
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
             assert got[name].dtype == value.dtype

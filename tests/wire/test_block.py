@@ -1,5 +1,5 @@
-"""Blocks: what is encoded comes back, protobuf writes the same bytes, and what can't be held is refused with
-its name."""
+"""Feature blocks: encoding and decoding are inverse, protobuf writes the same bytes, and an error names the
+invalid feature."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_nro_columns_round_trip_with_the_bytes_of_protobuf(
     data = encode_nro(schema, columns, len(rows))
     assert pb.Block.FromString(data).SerializeToString(deterministic=True) == data
     check_block(schema, "nro", data, len(rows), schema.limits)
-    back = decode_block(schema, "nro", data, len(rows))
-    np.testing.assert_array_equal(back.pop("age"), np.array(columns.pop("age"), np.float32))
-    assert back == columns
+    decoded = decode_block(schema, "nro", data, len(rows))
+    np.testing.assert_array_equal(decoded.pop("age"), np.array(columns.pop("age"), np.float32))
+    assert decoded == columns
     assert encode_nro(schema, decode_block(schema, "nro", data, len(rows)), len(rows)) == data
 
 

@@ -1,4 +1,4 @@
-"""Columns laid beside each other are what numpy makes of them, in every bit."""
+"""Building a batch from columns: interleaved float columns equal numpy's result bit for bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from roostream.wire.columnar import (
     columns_of,
     interleave_columns,
 )
-from tests.warehouse.sample_cases import decoded, rich_records, rich_schema, same_batch, same_bits
+from tests.warehouse.sample_cases import (
+    assert_same_batch,
+    decode_records,
+    rich_records,
+    rich_schema,
+    same_bits,
+)
 
-ODD = np.array(
+SPECIAL_FLOATS = np.array(
     [0x7FC12345, 0x80000000, 0x7F800000, 0xFF800000, 0xFFC00000, 1, 0x7F800001], dtype=np.uint32
 ).view(np.float32)
-"""NaNs of three kinds, minus zero, the infinities, and the least there is."""
+"""Three different NaNs, minus zero, both infinities and the smallest positive number."""
 
 
 @pytest.mark.parametrize("rows", [0, 1, 255, 256, 700])
@@ -27,7 +33,8 @@ ODD = np.array(
 def test_interleaved_columns_keep_their_bits_and_defaults(rows: int, count: int) -> None:
     rng = np.random.default_rng(rows + count)
     columns = [
-        rng.choice(np.concatenate([ODD, rng.normal(size=9).astype(np.float32)]), rows) for _ in range(count)
+        rng.choice(np.concatenate([SPECIAL_FLOATS, rng.normal(size=9).astype(np.float32)]), rows)
+        for _ in range(count)
     ]
     default_F = rng.normal(size=count + 2).astype(np.float32)
     float_NF = np.full((rows, count + 2), 5, dtype=np.float32)
@@ -44,14 +51,17 @@ def test_interleaved_columns_keep_their_bits_and_defaults(rows: int, count: int)
     for n, values in enumerate(columns, 1):
         assert same_bits(present_NF[:, n], ~np.isnan(values))
         assert same_bits(float_NF[:, n], np.where(np.isnan(values), default_F[n], values))
-    assert (float_NF[:, [0, -1]] == 5).all() and present_NF[:, [0, -1]].all(), "others are left alone"
+    assert (float_NF[:, [0, -1]] == 5).all() and present_NF[:, [0, -1]].all(), (
+        "other columns must stay unchanged"
+    )
 
 
-def of_many_floats() -> Batch:
-    """More than one call lays beside each other, some with a default, some missing."""
+def batch_of_many_floats() -> Batch:
+    """Build a batch with more floats than one kernel call interleaves. Some have a default, some are
+    missing."""
     nro = tuple(Feature(name=f"f{n}", default=float(n % 3)) for n in range(2 * MAX_COLUMNS + 5))
     schema = Schema(nro=nro, labels=(Label(name="click", action="click"),))
-    empty = decoded(rich_schema(), rich_records(rich_schema(), 40))
+    empty = decode_records(rich_schema(), rich_records(rich_schema(), 40))
     counts_R, rng = empty.num_candidates_R, np.random.default_rng(1)
     columns = {
         name: column for name, column in columns_of(empty).items() if not name.startswith(("ro__", "nro__"))
@@ -74,12 +84,12 @@ def of_many_floats() -> Batch:
 
 
 def test_more_floats_than_one_kernel_call_and_an_absent_float() -> None:
-    batch = of_many_floats()
-    same_batch(batch_from_columns(batch.schema, columns_of(batch), batch.num_candidates_R, 3), batch)
+    batch = batch_of_many_floats()
+    assert_same_batch(batch_from_columns(batch.schema, columns_of(batch), batch.num_candidates_R, 3), batch)
 
 
 def test_a_column_with_another_number_of_rows_is_rejected() -> None:
-    batch = of_many_floats()
+    batch = batch_of_many_floats()
     columns = columns_of(batch)
     with pytest.raises(AssertionError):
         batch_from_columns(

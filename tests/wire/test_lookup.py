@@ -1,3 +1,5 @@
+"""`build_lookup` assigns each id of a batch to a row, and each (table, id) has one row."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,11 +19,11 @@ def test_every_entry_has_its_row_and_rows_are_unique(
     batch, _ = Decoder(schema, lambda _: None).decode([to_record(s) for s in samples(40)])
     lookup = build_lookup(batch)
     assert list(lookup.stacks) == ["d8-adagrad", "d4-adagrad"]
-    assert {stack: [s.key for s in of] for stack, of in sources_of(schema).items()} == {
+    assert {stack: [s.key for s in stack_sources] for stack, stack_sources in sources_of(schema).items()} == {
         "d8-adagrad": ["history", "item", "seen"],
         "d4-adagrad": ["history.action", "tags", "topics"],
     }
-    sources = {s.key: s for of in sources_of(schema).values() for s in of}
+    sources = {s.key: s for stack_sources in sources_of(schema).values() for s in stack_sources}
     for key, (_, table, side, is_column) in sources.items():
         stack = lookup.stacks[table.stack]
         lists = batch.ro_lists if side == "ro" else batch.nro_lists

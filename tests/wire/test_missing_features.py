@@ -1,4 +1,4 @@
-"""What is filled in a block's arrays gives the bytes that all of the values together give."""
+"""Filling missing features into an encoded block gives the same bytes as encoding all values at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and value != value)
 
 
-def filled_by_hand(given: list[Any], fresh: list[Any] | None) -> list[Any]:
-    """Row by row."""
+def expected_column(given: list[Any], fresh: list[Any] | None) -> list[Any]:
+    """Fill missing values of a column row by row."""
     return given if fresh is None else [f if is_missing(v) else v for v, f in zip(given, fresh, strict=True)]
 
 
@@ -42,7 +42,7 @@ def arrays(schema: Schema, side: Side, columns: dict[str, list[Any]], n: int) ->
 
 @st.composite
 def fresh_values(draw: st.DrawFn, f: Feature, side: Side, n: int) -> Any:
-    """As online features have them: of candidates arrays; None = unknown."""
+    """Draw values in the form of online features: arrays for candidates; None if unknown."""
     if draw(st.booleans()):
         return None
     if side == "ro":
@@ -55,7 +55,7 @@ def fresh_values(draw: st.DrawFn, f: Feature, side: Side, n: int) -> Any:
 
 
 def is_plain(f: Feature, column: list[Any]) -> bool:
-    """One id each, or nothing at all."""
+    """Return whether each row has exactly one id, or no row has any."""
     return all(v is None for v in column) or (
         f.kind == "ids" and all(v is not None and len(v) == 1 for v in column)
     )
@@ -76,28 +76,31 @@ def test_filled_arrays_equal_those_of_all_values_together(data: st.DataObject) -
             rows |= st.lists(one, min_size=n, max_size=n)
         columns[f.name] = data.draw(rows | st.lists(values(f.kind), min_size=n, max_size=n))
     sources = {f.name: f"of {f.name}" for f in features if data.draw(st.booleans())}
-    named = {f.name: f for f in features}
-    fresh = {source: data.draw(fresh_values(named[name], side, n)) for name, source in sources.items()}
+    feature_by_name = {f.name: f for f in features}
+    fresh = {
+        source: data.draw(fresh_values(feature_by_name[name], side, n)) for name, source in sources.items()
+    }
     missing, block = MissingFeatures(schema, side, sources), arrays(schema, side, columns, n)
-    lacking = {name for name in sources if any(map(is_missing, columns[name]))}
-    assert missing.any_missing(block, n) == bool(lacking)
+    missing_sources = {name for name in sources if any(map(is_missing, columns[name]))}
+    assert missing.any_missing(block, n) == bool(missing_sources)
 
-    ours = missing.fill(block, n, fresh)
+    filled = missing.fill(block, n, fresh)
 
     plain = all(is_plain(f, columns[f.name]) for f in features if f.kind != "float")
     fits = all(
-        named[name].kind in ("float", "ids") or fresh[source] is None for name, source in sources.items()
+        feature_by_name[name].kind in ("float", "ids") or fresh[source] is None
+        for name, source in sources.items()
     )
     if side == "nro" and not (plain and fits):
-        assert ours is None or plain
+        assert filled is None or plain
         return
-    assert ours is not None
-    whole = {
-        name: filled_by_hand(column, _rows(fresh.get(sources.get(name, "")), side))
+    assert filled is not None
+    expected_columns = {
+        name: expected_column(column, _rows(fresh.get(sources.get(name, "")), side))
         for name, column in columns.items()
     }
-    assert pack(ours) == pack(arrays(schema, side, whole, n))
-    assert pack(block) == pack(arrays(schema, side, columns, n)), "the block is left as it was"
+    assert pack(filled) == pack(arrays(schema, side, expected_columns, n))
+    assert pack(block) == pack(arrays(schema, side, columns, n)), "the block must not change"
 
 
 SEEN = Feature(name="seen", kind="sequence", table="t")
@@ -154,13 +157,13 @@ def test_precompile_covers_every_kernel() -> None:
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     given = {"y": np.array([1.0, 2.0], np.float32), "item": np.array([5, 6], np.uint64)}
     plain = SCHEMA.nro[:2]
-    of_plain = MissingFeatures(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
-    whole = of_plain.fill(NO_COLUMNS, 2, given)
-    for block in (NO_COLUMNS, whole):
+    of_plain_ids = MissingFeatures(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
+    filled = of_plain_ids.fill(NO_COLUMNS, 2, given)
+    for block in (NO_COLUMNS, filled):
         assert block is not None
-        assert of_plain.fill(block, 2, given) is not None
-        assert of_plain.fill(block, 2, {}) is not None
-        of_plain.any_missing(block, 2)
+        assert of_plain_ids.fill(block, 2, given) is not None
+        assert of_plain_ids.fill(block, 2, {}) is not None
+        of_plain_ids.any_missing(block, 2)
     OF_REQUEST.fill(ro_columns(SCHEMA, {"seen": {"t": [1]}}), 1, {"x": 1.0})
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before
 

@@ -1,3 +1,5 @@
+"""Transforms of float features equal their definitions and do not depend on the rest of the batch."""
+
 from __future__ import annotations
 
 import numpy as np

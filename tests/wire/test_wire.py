@@ -1,3 +1,6 @@
+"""Decoding of Kafka records: invalid records are rejected with a reason, and checksums detect changed
+bytes."""
+
 from __future__ import annotations
 
 import pytest

@@ -123,8 +123,8 @@ def loaded_code(config: Mapping[str, Any]) -> CustomCode:
     if others:
         found_code = _expected_code(code, others[-1].digest, others[-1].files[0])
         raise ConfigError(
-            f"model {kind!r}: {found_code}; use the file that it was trained with, or let this one continue its "
-            f'commits: in the model\'s TOML, replaces = ["{code[:_SHOWN]}"]'
+            f"model {kind!r}: {found_code}; use the file that it was trained with, or let this one continue "
+            f'its commits: in the model\'s TOML, replaces = ["{code[:_SHOWN]}"]'
         )
     raise ConfigError(
         f"model {kind!r}: expected its code (digest {code[:_SHOWN]}), got none; set `model` here to a TOML "

@@ -19,7 +19,7 @@ from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.records import Record
 from tests.cli.replay.test_stack_replay import config
 from tests.trainer import samples
-from tests.warehouse.archive_runs import an_archiver, topic
+from tests.warehouse.archive_runs import make_archiver, make_topic_records
 from tests.warehouse.sample_cases import rich_schema
 from tests.warehouse.sessions.test_sample_table import archive
 
@@ -78,7 +78,9 @@ def test_the_archive_is_complete_when_files_have_all_samples(home: Path) -> None
 
 def test_the_archive_phase_waits_until_finished_days_are_sealed(tmp_path: Path) -> None:
     clock, ends = FakeClock(), {0: 30, 1: 30}
-    archiver, reader, _ = an_archiver(tmp_path / "warehouse", topic(rich_schema(), 30, days=3), clock=clock)
+    archiver, reader, _ = make_archiver(
+        tmp_path / "warehouse", make_topic_records(rich_schema(), 30, days=3), clock=clock
+    )
     archiver.open()
     while not reader.at_end():
         archiver.turn(0.0, max_records=13)

@@ -10,7 +10,7 @@ import pytest
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from tests.cli.replay.test_local_replay import replay, write_week_log
-from tests.models.custom.test_loading import written
+from tests.models.custom.test_loading import write_model
 from tests.models.custom.test_model_checks import CODE
 
 SMALL, LARGE = "width = 8\n", "width = 16\n"
@@ -59,7 +59,7 @@ def test_the_models_are_compared_request_by_request(news_folder: Path, joint_rep
 
 def test_a_custom_model_that_fails_a_check_is_a_warning_of_the_report(news_folder: Path) -> None:
     dropout = "return torch.nn.functional.dropout(z_BT)"
-    model = written(news_folder / "custom", CODE.replace("(4,", "(1,").replace("return z_BT", dropout))
+    model = write_model(news_folder / "custom", CODE.replace("(4,", "(1,").replace("return z_BT", dropout))
     (warning,) = [text for text in replay(news_folder, model=(model,))["warnings"] if "check-model" in text]
     assert "model.toml fails `roostream check-model`: nothing is kept between calls" in warning
 

@@ -1,4 +1,5 @@
-"""The examples that the pages explain: held to the checks, trained and served."""
+"""The example models of the documentation (examples/models) pass all checks, learn, and score alike in
+serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's module: found, told apart from others by its source, and refused in one sentence."""
+"""Loading a user's model module: how it is found, identified by a digest of its source, and rejected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def build(schema, config):
 SCHEMA = make_schema("everything")
 
 
-def written(folder: Path, code: str, toml: str = "", name: str = "shop.py") -> str:
+def write_model(folder: Path, code: str, toml: str = "", name: str = "shop.py") -> str:
+    """Write a model module and a model.toml that names it; return the path of the TOML."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / name).write_text(code)
     (folder / "model.toml").write_text(f'kind = "{name}:build"\n{toml}')
@@ -68,7 +69,7 @@ def forward(model: Model) -> torch.Tensor:
 
 
 def test_a_file_has_its_own_settings_and_is_identified_by_its_digest(tmp_path: Path) -> None:
-    config = load_model_config(written(tmp_path, CODE, "rows = 5"))
+    config = load_model_config(write_model(tmp_path, CODE, "rows = 5"))
     assert isinstance(config, CustomModelConfig)
     assert dataclasses.asdict(config) == {
         "kind": "shop.py:build",
@@ -84,15 +85,15 @@ def test_a_file_has_its_own_settings_and_is_identified_by_its_digest(tmp_path: P
 @pytest.mark.parametrize("name", ["trainer.py", "torch.py"])
 def test_a_file_of_any_name_hides_no_module(tmp_path: Path, name: str) -> None:
     before = {n for n in sys.modules if not n.startswith("_roostream_own_")}
-    build_model(SCHEMA, load_model_config(written(tmp_path, CODE + f"# {name}", name=name)), 0)
+    build_model(SCHEMA, load_model_config(write_model(tmp_path, CODE + f"# {name}", name=name)), 0)
     assert {n for n in sys.modules if not n.startswith("_roostream_own_")} == before
-    assert not list(tmp_path.rglob("*.pyc")), "what runs is what was hashed"
+    assert not list(tmp_path.rglob("*.pyc")), "cached byte code could differ from the source that was hashed"
 
 
 def test_two_versions_of_a_file_are_two_models(tmp_path: Path) -> None:
-    first = load_model_config(written(tmp_path, CODE))
+    first = load_model_config(write_model(tmp_path, CODE))
     second = load_model_config(
-        written(tmp_path, CODE.replace("rows: int = setting(3", "rows: int = setting(4"))
+        write_model(tmp_path, CODE.replace("rows: int = setting(3", "rows: int = setting(4"))
     )
     sizes = [next(build_model(SCHEMA, c, 0).parameters()).shape[0] for c in (first, second)]
     assert sizes == [3, 4] and first != second
@@ -117,15 +118,15 @@ def test_the_digest_of_a_package_covers_all_files(tmp_path: Path, monkeypatch: p
     )
 
 
-def test_other_code_than_that_of_training_is_rejected(tmp_path: Path) -> None:
-    path = written(tmp_path, CODE)
+def test_code_that_differs_from_the_code_of_training_is_rejected(tmp_path: Path) -> None:
+    path = write_model(tmp_path, CODE)
     committed = {**dataclasses.asdict(load_model_config(path)), "code": "0" * 64}
     digest = hashlib.sha256(CODE.encode()).hexdigest()[:12]
     sentence = f"model 'shop.py:build': expected code of digest 000000000000, got {digest}"
     with pytest.raises(ConfigError, match=sentence):
         model_config_from_dict(committed)
     with pytest.raises(ConfigError, match=f"model.toml:1: {sentence}"):
-        load_model_config(written(tmp_path, CODE, f'code = "{"0" * 64}"'))
+        load_model_config(write_model(tmp_path, CODE, f'code = "{"0" * 64}"'))
 
 
 def test_corrected_code_continues_commits_of_the_code_that_it_replaces(tmp_path: Path) -> None:
@@ -133,11 +134,11 @@ def test_corrected_code_continues_commits_of_the_code_that_it_replaces(tmp_path:
     digest = hashlib.sha256(b"the old code").hexdigest()
     committed = {"kind": "shop.py:build", "code": digest, "rows": 3}
     corrected = f"{CODE}\n# corrected"
-    load_model_config(written(tmp_path, corrected))
+    load_model_config(write_model(tmp_path, corrected))
     replaces = f'replaces = ["{digest[:12]}"]'
     with pytest.raises(ConfigError, match=re.escape(replaces)):
         model_config_from_dict(committed)
-    config = load_model_config(written(tmp_path, corrected, replaces))
+    config = load_model_config(write_model(tmp_path, corrected, replaces))
     assert model_config_from_dict(committed) == config
     assert dataclasses.asdict(config)["code"] == hashlib.sha256(corrected.encode()).hexdigest()
     assert forward(build_model(SCHEMA, model_config_from_dict(committed), 0)).shape == (5, 2)
@@ -148,7 +149,7 @@ def test_corrected_code_continues_commits_of_the_code_that_it_replaces(tmp_path:
 @pytest.mark.parametrize("replaces", ["'0123456789ab'", "['']", "[1]", "['0123']", "['xyzxyzxyzxyz']"])
 def test_replaced_code_is_named_by_digests(tmp_path: Path, replaces: str) -> None:
     with pytest.raises(ConfigError, match=r"model.toml:1: key 'replaces': expected a list of digests"):
-        load_model_config(written(tmp_path, CODE, f"replaces = {replaces}"))
+        load_model_config(write_model(tmp_path, CODE, f"replaces = {replaces}"))
 
 
 def test_reserved_names_are_our_packages() -> None:
@@ -186,13 +187,13 @@ def test_an_invalid_module_is_rejected_in_one_sentence(
     tmp_path: Path, code: str, toml: str, message: str
 ) -> None:
     (tmp_path / "neighbor.py").write_text("")
-    with pytest.raises(ConfigError, match=message) as told:
-        load_model_config(written(tmp_path, code, toml))
-    assert "\n" not in str(told.value)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_model_config(write_model(tmp_path, code, toml))
+    assert "\n" not in str(error.value)
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
-def test_a_package_without_init_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_package_without_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "shop_folder").mkdir()
     with pytest.raises(
@@ -201,8 +202,8 @@ def test_a_package_without_init_is_told_as_such(tmp_path: Path, monkeypatch: pyt
         load_model_config_or_code("shop_folder.ranking:build")
 
 
-def test_a_python_file_in_place_of_a_toml_is_told_as_such(tmp_path: Path) -> None:
-    written(tmp_path, CODE)
+def test_a_python_file_in_place_of_a_toml_is_rejected(tmp_path: Path) -> None:
+    write_model(tmp_path, CODE)
     with pytest.raises(
         ConfigError, match=r"expected a TOML, got Python; write one .* kind = 'shop.py:build'"
     ):
@@ -230,11 +231,11 @@ def test_parts_that_cannot_be_trained_or_stored_are_rejected_when_built(
         "super().__init__()", f"super().__init__()\n        self.part = {part}"
     )
     with pytest.raises(ConfigError, match=f"shop.py: {message}"):
-        build_model(SCHEMA, load_model_config(written(tmp_path, code)), 0)
+        build_model(SCHEMA, load_model_config(write_model(tmp_path, code)), 0)
 
 
 def test_a_broken_graph_of_a_loss_is_an_error_of_the_model(tmp_path: Path) -> None:
-    model = build_model(SCHEMA, load_model_config(written(tmp_path, CODE)), 0)
+    model = build_model(SCHEMA, load_model_config(write_model(tmp_path, CODE)), 0)
     with pytest.raises(ConfigError, match=r"shop.py:20: expected a loss with gradients, got one without"):
         backward(model, torch.zeros(()))
     leaf = torch.ones(3, requires_grad=True)
@@ -296,15 +297,15 @@ def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) ->
 )
 def test_errors_of_a_model_name_file_and_line(tmp_path: Path, right: str, wrong: str, message: str) -> None:
     assert CODE.count(right) == 1
-    config = load_model_config(written(tmp_path, CODE.replace(right, wrong)))
-    with pytest.raises(ConfigError, match=message) as told:
+    config = load_model_config(write_model(tmp_path, CODE.replace(right, wrong)))
+    with pytest.raises(ConfigError, match=message) as error:
         forward(build_model(SCHEMA, config, 0))
-    assert "\n" not in str(told.value) and "; " in str(told.value)
+    assert "\n" not in str(error.value) and "; " in str(error.value)
 
 
 def test_a_memory_error_passes_through(tmp_path: Path) -> None:
     config = load_model_config(
-        written(
+        write_model(
             tmp_path,
             CODE.replace("return self.bias.mean", "raise MemoryError\n        return self.bias.mean"),
         )

@@ -1,4 +1,4 @@
-"""Every rule has a model that breaks it and a sentence about it."""
+"""`check_model` on custom models: for each check, a model that fails it is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from roostream.models.build import load_model_config
 from roostream.models.custom.model_checks import check_model
-from tests.models.custom.test_loading import written
+from tests.models.custom.test_loading import write_model
 from tests.models.model_cases import make_schema
 
 CODE = """
@@ -37,8 +37,9 @@ SCHEMA = make_schema("everything")
 
 
 def failed_checks(folder: Path, right: str = "", wrong: str = "") -> dict[str, str]:
+    """Check CODE with `right` replaced by `wrong`; return the error sentence of each failed check."""
     assert right in CODE
-    config = load_model_config(written(folder, CODE.replace(right, wrong) if right else CODE))
+    config = load_model_config(write_model(folder, CODE.replace(right, wrong) if right else CODE))
     return {verdict.check: verdict.wrong for verdict in check_model(SCHEMA, config) if verdict.wrong}
 
 
@@ -59,22 +60,22 @@ LISTS = """z_BT = torch.cat([self.blocks(z_nD[None])[0] if len(z_nD) else z_nD
 @pytest.mark.parametrize(
     "pairs",
     [
-        # Torch's own transformer over the candidates; a norm and a parameter that is one number.
+        # PyTorch's transformer over the candidates, a norm and a scalar parameter.
         {"self.layer = torch.nn.Linear(4, self.width)": TRANSFORMER, "return z_BT": LISTS},
-        # Only rows are trained.
+        # A model without dense parameters: only embedding rows are trained.
         {
             "self.layer = torch.nn.Linear(4, self.width)": "",
             "z_BT = self.layer(x_BG)": "z_BT = (pool_features(inputs)['item'] * 9).sum(dim=1, keepdim=True)",
             "return z_BT": "return z_BT.expand(-1, self.width)",
             "import torch\n": "import torch\nfrom roostream.models.feature_encoders import pool_features\n",
         },
-        # Columns with names.
+        # A model that names the columns of its weights.
         {
             "    def forward": "    def column_names(self):\n"
             "        return {'layer.weight': (None, ('a', 'b', 'c', 'd')), 'layer.bias': (None,)}\n\n"
             "    def forward"
         },
-        # Large logits differ by more than 1e-5 in float32.
+        # The logits are so large that float32 rounding exceeds the absolute tolerance of 1e-5.
         {"return z_BT": "return 1e6 * z_BT"},
     ],
 )
@@ -83,21 +84,17 @@ def test_an_unusual_model_passes(tmp_path: Path, pairs: dict[str, str]) -> None:
     for right, wrong in pairs.items():
         assert right in code
         code = code.replace(right, wrong)
-    config = load_model_config(written(tmp_path, code))
+    config = load_model_config(write_model(tmp_path, code))
     assert {verdict.check: verdict.wrong for verdict in check_model(SCHEMA, config) if verdict.wrong} == {}
 
 
-BATCH, ALONE, SERVED = (
-    "alone as in a batch, to 1e-5 (G9)",
-    "independent of other requests",
-    "the same bits in serving (G9)",
-)
-STATE, LOGITS, LEARNS, LARGE = (
-    "nothing is kept between calls",
-    "logits are finite float32 [B, T]",
-    "loss and gradients are finite",
-    "as large as the schema's limits",
-)
+BATCH = "alone as in a batch, to 1e-5 (G9)"
+ALONE = "independent of other requests"
+SERVED = "the same bits in serving (G9)"
+STATE = "nothing is kept between calls"
+LOGITS = "logits are finite float32 [B, T]"
+LEARNS = "loss and gradients are finite"
+LARGE = "as large as the schema's limits"
 SEED, STORE = "same seed, same bits, same names", "safe to store"
 NAMES = "    def column_names(self):\n        return {}\n\n    def forward"
 WRONG_NAMES = (
@@ -145,16 +142,15 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         ("(logits_BT -", "(logits_BT.detach() -", LEARNS),
         ("- targets.label_BT", "/ (0 * targets.label_BT)", LEARNS),
         ("targets.label_BT", "targets.lable", LEARNS),
-        (
-            "return (logits_BT",
-            "return 0 * self.layer.bias.square().sum().sqrt() + (logits_BT",
-            LEARNS,
-        ),  # 0 too
-        ("return z_BT", "return z_BT + inputs.sequences['history'].index_L.max()", SERVED),  # a new user
-        ("return z_BT", "return z_BT + torch.zeros(99)[inputs.item_B][:, None]", LOGITS),  # ids are hashes
+        # The loss is finite, but the gradient of sqrt at 0 is not.
+        ("return (logits_BT", "return 0 * self.layer.bias.square().sum().sqrt() + (logits_BT", LEARNS),
+        # A new user has an empty history, and max() of no entries raises.
+        ("return z_BT", "return z_BT + inputs.sequences['history'].index_L.max()", SERVED),
+        # Item ids are 64-bit hashes, not indices.
+        ("return z_BT", "return z_BT + torch.zeros(99)[inputs.item_B][:, None]", LOGITS),
         ("return z_BT", "return z_BT + torch.zeros(500)[torch.arange(len(z_BT))][:, None]", LARGE),
         ("return z_BT", "return torch.sigmoid(z_BT)", LOGITS),
-        ("return z_BT", "return z_BT / self.layer.bias.norm()", LOGITS),  # 0 in the beginning
+        ("return z_BT", "return z_BT / self.layer.bias.norm()", LOGITS),  # the initial bias is 0
         ("return z_BT", "return z_BT + torch.is_grad_enabled()", SERVED),
         ("x_BG = inputs", "inputs.nro_float_BG.mul_(2)\n        x_BG = inputs", STATE),
         ("return z_BT", "self.last_BT = z_BT\n        return z_BT", STATE),
@@ -166,7 +162,7 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
             LEARNS,
         ),
         (".sum()\n", ".sum() / targets.weight_BT.sum()\n", LEARNS),
-        (".sum()\n", ".sum() / targets.weight_BT.sum().clamp(min=1)\n", LEARNS),  # without total_T
+        (".sum()\n", ".sum() / targets.weight_BT.sum().clamp(min=1)\n", LEARNS),  # ignores total_T
         (".sum()\n", ".mean()\n", LEARNS),
     ],
 )

@@ -1,5 +1,5 @@
-"""The collection over the shards' rows against TorchRec's own, which holds the same rows: outputs, and
-gradients of rows."""
+"""`RemoteEmbeddingBagCollection` reads rows from the shards. Its outputs and row gradients equal those of
+TorchRec's EmbeddingBagCollection that holds the same rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNTS = [3, 0, 5, 1, 0, 2]
 MEAN, SUM = PoolingType.MEAN, PoolingType.SUM
 
 
-def made_inputs(counts: list[int], seed: int = 3) -> Inputs:
+def make_inputs(counts: list[int], seed: int = 3) -> Inputs:
     return inputs_of(make_batch(SCHEMA, counts, seed), train=True)
 
 
@@ -51,10 +51,10 @@ def all_configs(pooling: PoolingType) -> list[EmbeddingBagConfig]:
     ]
 
 
-def theirs_of(
+def torchrec_collection(
     configs: list[EmbeddingBagConfig], rows: Mapping[str, Tensor], is_weighted: bool
 ) -> EmbeddingBagCollection:
-    """TorchRec's own, each table of which holds the rows of its stack."""
+    """Build TorchRec's EmbeddingBagCollection. Each table holds the rows of its stack."""
     stacks = {c.name: SCHEMA.table_by_name[c.name].stack for c in configs}
     sized = [dataclasses.replace(c, num_embeddings=max(len(rows[stacks[c.name]]), 1)) for c in configs]
     collection = EmbeddingBagCollection(tables=sized, is_weighted=is_weighted)
@@ -67,28 +67,26 @@ def theirs_of(
 def compare(
     configs: list[EmbeddingBagConfig], counts: list[int], *, is_weighted: bool = False, expand: bool = False
 ) -> int:
-    """Both give the same KeyedTensor and the same gradients of rows; how many candidates there were."""
-    inputs = made_inputs(counts)
+    """Check that both collections return equal KeyedTensors and row gradients. Return the number of
+    candidates."""
+    inputs = make_inputs(counts)
     kjt = as_kjt(inputs, expand=expand)
     with rows_of(inputs):
-        ours = RemoteEmbeddingBagCollection(configs, SCHEMA, is_weighted)(kjt)
-    collection = theirs_of(configs, inputs.rows, is_weighted)
-    theirs = collection(
-        as_kjt(inputs, expand=not expand or not sum(counts))
-    )  # theirs can't share among no candidates
-    assert ours.keys() == theirs.keys() and ours.length_per_key() == theirs.length_per_key()
-    torch.testing.assert_close(ours.values(), theirs.values(), rtol=1e-6, atol=1e-6)
-    push = torch.sin(torch.arange(ours.values().numel(), dtype=torch.float32)).view_as(ours.values())
-    for values in (ours.values(), theirs.values()):
-        (values * push).sum().backward()
+        output = RemoteEmbeddingBagCollection(configs, SCHEMA, is_weighted)(kjt)
+    collection = torchrec_collection(configs, inputs.rows, is_weighted)
+    # TorchRec's collection cannot share requests if there are no candidates.
+    expected = collection(as_kjt(inputs, expand=not expand or not sum(counts)))
+    assert output.keys() == expected.keys() and output.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(output.values(), expected.values(), rtol=1e-6, atol=1e-6)
+    upstream = torch.sin(torch.arange(output.values().numel(), dtype=torch.float32)).view_as(output.values())
+    for values in (output.values(), expected.values()):
+        (values * upstream).sum().backward()
     for c in configs:
-        rows_UD, weight = (
-            inputs.rows[SCHEMA.table_by_name[c.name].stack],
-            collection.embedding_bags[c.name].weight,
-        )
+        rows_UD = inputs.rows[SCHEMA.table_by_name[c.name].stack]
+        weight = collection.embedding_bags[c.name].weight
         assert rows_UD.grad is not None and weight.grad is not None
         torch.testing.assert_close(rows_UD.grad, weight.grad[: len(rows_UD)], rtol=1e-6, atol=1e-6)
-    return len(ours.values())
+    return len(output.values())
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -104,23 +102,23 @@ def test_weighted_outputs_and_gradients_equal_torchrecs(expand: bool) -> None:
 
 
 def test_entries_of_a_sequence_equal_torchrecs_embedding_collection() -> None:
-    inputs = made_inputs(COUNTS)
+    inputs = make_inputs(COUNTS)
     rows_UD, jagged = inputs.rows["d4-adagrad"].detach(), as_kjt(inputs)["history"]
     tables = [
         EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=len(rows_UD), feature_names=["history"])
     ]
     collection = EmbeddingCollection(tables=tables)
     collection.load_state_dict({"embeddings.item.weight": rows_UD})
-    theirs = collection(
+    expected = collection(
         KeyedJaggedTensor(keys=["history"], values=jagged.values(), lengths=jagged.lengths())
     )["history"]
     sequence = inputs.sequences["history"]
-    assert torch.equal(theirs.offsets(), sequence.offset_R1)
-    assert torch.equal(theirs.values(), rows_UD[sequence.index_L])
+    assert torch.equal(expected.offsets(), sequence.offset_R1)
+    assert torch.equal(expected.values(), rows_UD[sequence.index_L])
 
 
 def test_requests_are_shared_or_expanded_in_the_tensor() -> None:
-    inputs = made_inputs(COUNTS)
+    inputs = make_inputs(COUNTS)
     shared, expanded = as_kjt(inputs), as_kjt(inputs, expand=True)
     per_request = {
         "user": True,
@@ -141,7 +139,7 @@ def test_requests_are_shared_or_expanded_in_the_tensor() -> None:
 
 
 def test_learned_weights_get_gradients() -> None:
-    inputs = made_inputs(COUNTS)
+    inputs = make_inputs(COUNTS)
     kjt = as_kjt(inputs, expand=True)
     weights = kjt.weights().clone().requires_grad_()
     weighted = KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values(), lengths=kjt.lengths(), weights=weights)
@@ -153,16 +151,18 @@ def test_learned_weights_get_gradients() -> None:
 
 
 def test_the_collection_has_no_parameters_and_needs_rows() -> None:
-    inputs = made_inputs(COUNTS)
-    ours = RemoteEmbeddingBagCollection([config("item", 4)], SCHEMA)
-    assert ours.state_dict() == {} and list(ours.parameters()) == [] and not ours.is_weighted()
-    assert ours.embedding_bag_configs()[0].feature_names == ["item"], (
-        "a config without features looks for its own name"
+    inputs = make_inputs(COUNTS)
+    collection = RemoteEmbeddingBagCollection([config("item", 4)], SCHEMA)
+    assert (
+        collection.state_dict() == {} and list(collection.parameters()) == [] and not collection.is_weighted()
+    )
+    assert collection.embedding_bag_configs()[0].feature_names == ["item"], (
+        "a config without feature names uses the name of the table"
     )
     with rows_of(inputs):
-        assert ours.device == inputs.rows["d4-adagrad"].device
+        assert collection.device == inputs.rows["d4-adagrad"].device
     with pytest.raises(SchemaError, match="expected the rows of a batch, got none; call the model inside"):
-        ours(as_kjt(inputs))
+        collection(as_kjt(inputs))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_weights_require_sum_pooling() -> None:
 
 
 def test_tensors_of_another_batch_are_rejected() -> None:
-    inputs = made_inputs(COUNTS)
-    ours = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)
+    inputs = make_inputs(COUNTS)
+    collection = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)
     ids = KeyedJaggedTensor(
         keys=["item", "history"], values=torch.tensor([10**12, 5]), lengths=torch.tensor([1, 1]), stride=1
     )
@@ -205,27 +205,29 @@ def test_tensors_of_another_batch_are_rejected() -> None:
         with pytest.raises(
             SchemaError, match=r"expected positions in \d+ rows, got 5 to 1000000000000; .* not ids"
         ):
-            ours(ids)
+            collection(ids)
         with pytest.raises(
             SchemaError, match="expected feature 'history' in the KeyedJaggedTensor, got item"
         ):
-            ours(
+            collection(
                 KeyedJaggedTensor(
                     keys=["item"], values=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([1])
                 )
             )
         with pytest.raises(SchemaError, match="11 of item, 6 of history: inverse indices were dropped"):
-            ours(as_kjt(inputs).permute(order))
+            collection(as_kjt(inputs).permute(order))
         expanded = as_kjt(inputs, expand=True)
-        torch.testing.assert_close(ours(expanded.permute(order)).values(), ours(expanded).values())
+        torch.testing.assert_close(
+            collection(expanded.permute(order)).values(), collection(expanded).values()
+        )
 
 
 def test_contexts_of_rows_may_be_nested() -> None:
-    ours = RemoteEmbeddingBagCollection([config("item", 4, "item")], SCHEMA)
-    one, other = made_inputs([2, 1], 1), made_inputs([4], 2)
+    collection = RemoteEmbeddingBagCollection([config("item", 4, "item")], SCHEMA)
+    one, other = make_inputs([2, 1], 1), make_inputs([4], 2)
     with rows_of(one):
         with rows_of(other):
-            assert len(ours(as_kjt(other)).values()) == 4
+            assert len(collection(as_kjt(other)).values()) == 4
         np.testing.assert_array_equal(
-            ours(as_kjt(one)).values().detach().numpy(), pool_features(one)["item"].detach().numpy()
+            collection(as_kjt(one)).values().detach().numpy(), pool_features(one)["item"].detach().numpy()
         )

@@ -1,5 +1,5 @@
-"""HSTU as a part of models: what it reads of a schema, what learns, and what a vector of a history depends
-on."""
+"""HSTU as an encoder within models: which features it reads, which parameters learn, and what the vector of a
+history depends on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = HstuConfig(hstu_width=4, max_history=5)
 SCHEMA = make_schema("everything")
 
 
-def moved(part: FeatureEncoder) -> FeatureEncoder:
+def perturb_parameters(part: FeatureEncoder) -> FeatureEncoder:
     init_parameters(part, seed=1)
     with torch.no_grad():
         for i, parameter in enumerate(part.parameters()):
@@ -34,27 +34,29 @@ def moved(part: FeatureEncoder) -> FeatureEncoder:
     return part
 
 
-def given(part: FeatureEncoder, batch: Batch) -> np.ndarray:
+def encode_batch(part: FeatureEncoder, batch: Batch) -> np.ndarray:
     lookup = build_lookup(batch)
     with torch.inference_mode():
         inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup))
         return part(inputs, pool_features(inputs)).numpy()
 
 
-def targets_of(schema: Schema) -> HstuTargetEncoder:
+def target_encoder(schema: Schema) -> HstuTargetEncoder:
     part = candidate_encoders(schema, CONFIG)["hstu_history"]
     assert isinstance(part, HstuTargetEncoder)
     return part
 
 
 def with_history(batch: Batch, **changes: Any) -> Batch:
-    """With other values, or other columns, of the request side's lists."""
+    """Replace fields, such as values or columns, of the batch's request-side lists."""
     lists: Jagged = batch.ro_lists
     return dataclasses.replace(batch, ro_lists=dataclasses.replace(lists, **changes))
 
 
-def encoder() -> HistoryEncoder:
-    part = moved(HistoryEncoder(SCHEMA, next(f for f in SCHEMA.ro if f.name == "history"), CONFIG))
+def history_encoder() -> HistoryEncoder:
+    part = perturb_parameters(
+        HistoryEncoder(SCHEMA, next(f for f in SCHEMA.ro if f.name == "history"), CONFIG)
+    )
     assert isinstance(part, HistoryEncoder)
     return part
 
@@ -62,7 +64,7 @@ def encoder() -> HistoryEncoder:
 def test_all_parameters_and_rows_learn() -> None:
     batch = make_batch(SCHEMA, [3, 2], seed=2)
     inputs = inputs_of(batch, train=True)
-    part = moved(targets_of(SCHEMA))
+    part = perturb_parameters(target_encoder(SCHEMA))
     part(inputs, pool_features(inputs)).square().sum().backward()
     assert [name for name, p in part.named_parameters() if p.grad is None or not p.grad.any()] == []
     for table in ("item", "action"):
@@ -75,13 +77,13 @@ def test_candidates_without_an_id_in_the_historys_table_use_their_context() -> N
     schema = schema_from_dict(
         {**CASES["everything"], "nro": [other, *CASES["everything"]["nro"][2:]], "label": LABELS}
     )
-    part, batch = moved(targets_of(schema)), make_batch(schema, [3, 2], seed=2)
-    out_BD = given(part, batch)
+    part, batch = perturb_parameters(target_encoder(schema)), make_batch(schema, [3, 2], seed=2)
+    out_BD = encode_batch(part, batch)
     assert out_BD.shape == (5, 4) and len(np.unique(out_BD.round(5), axis=0)) > 1
 
 
 def test_order_and_times_of_entries_count() -> None:
-    batch, part = make_batch(SCHEMA, [1, 1, 1], seed=7), encoder()
+    batch, part = make_batch(SCHEMA, [1, 1, 1], seed=7), history_encoder()
     lists = batch.ro_lists
     place = slice(
         *lists.offsets_of("history")[[0, -1]]
@@ -90,16 +92,16 @@ def test_order_and_times_of_entries_count() -> None:
     turned = lists.values.copy()
     turned[place] = turned[place][::-1]
     later = lists.columns | {"history.time": lists.columns["history.time"] - 10**8}
-    before = given(part, batch)
+    before = encode_batch(part, batch)
     assert before.shape == (3, 4)
     for other in (with_history(batch, values=turned), with_history(batch, columns=later)):
-        assert np.abs(given(part, other) - before).max() > 1e-4
+        assert np.abs(encode_batch(part, other) - before).max() > 1e-4
 
 
 def test_requests_without_history_or_candidates_have_a_vector() -> None:
     batch = make_batch(SCHEMA, [2, 0, 1, 1, 1, 1], seed=1)
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index("history")]
-    out_RD = given(encoder(), batch)
+    out_RD = encode_batch(history_encoder(), batch)
     empty = out_RD[length_R == 0]
     assert 2 <= len(empty) < 6 and np.isfinite(out_RD).all()
     np.testing.assert_allclose(empty, np.broadcast_to(empty[0], empty.shape), atol=1e-6)

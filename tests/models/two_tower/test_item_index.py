@@ -1,4 +1,4 @@
-"""The items' vectors as a file: each item once, the exact best, and what is refused."""
+"""The index of item vectors: it has each item once, finds the exact best items, and is stored in a file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.models.model_checks import trained_model
 from tests.models.two_tower.test_retrieval import CONFIG, SCHEMA
 
 
-def made(seed: int = 0, version: str = "1-7") -> tuple[ItemIndex, np.ndarray, np.ndarray]:
-    """An index of a batch, and the batch's items and their vectors."""
+def make_index(seed: int = 0, version: str = "1-7") -> tuple[ItemIndex, np.ndarray, np.ndarray]:
+    """Build an index of a random batch; return it with the items of the batch and their vectors."""
     model, batch = trained_model(SCHEMA, CONFIG), make_batch(SCHEMA, [30, 20], seed=seed)
     assert isinstance(model, Retrieval)
     inputs = inputs_of(batch)
@@ -28,14 +28,14 @@ def made(seed: int = 0, version: str = "1-7") -> tuple[ItemIndex, np.ndarray, np
 
 
 def test_the_index_has_the_last_vector_of_each_item() -> None:
-    index, item_B, vector_BD = made()
+    index, item_B, vector_BD = make_index()
     assert len(set(item_B.tolist())) < len(item_B) and index.id_I.tolist() == sorted(set(item_B.tolist()))
     for item, vector_D in zip(index.id_I, index.vector_ID, strict=True):
         np.testing.assert_array_equal(vector_D, vector_BD[np.flatnonzero(item_B == item)[-1]])
 
 
-def test_best_returns_the_largest_products() -> None:
-    index, _, _ = made()
+def test_best_returns_the_items_with_the_largest_dot_products() -> None:
+    index, _, _ = make_index()
     request_D = np.array([0.3, -0.2, 0.9, 0.1], dtype=np.float32)
     ids, products = index.best(request_D, 5)
     every = sorted(
@@ -46,15 +46,15 @@ def test_best_returns_the_largest_products() -> None:
 
 
 def test_decode_is_the_inverse_of_encode() -> None:
-    index, _, _ = made()
-    again = decode(encode(index))
-    assert (again.schema, again.version) == (index.schema, "1-7")
-    np.testing.assert_array_equal(again.id_I, index.id_I)
-    np.testing.assert_array_equal(again.vector_ID, index.vector_ID)
+    index, _, _ = make_index()
+    decoded = decode(encode(index))
+    assert (decoded.schema, decoded.version) == (index.schema, "1-7")
+    np.testing.assert_array_equal(decoded.id_I, index.id_I)
+    np.testing.assert_array_equal(decoded.vector_ID, index.vector_ID)
 
 
 def test_merged_prefers_the_newer_index_of_the_same_version() -> None:
-    (older, _, _), (newer, _, _) = made(0), made(1)
+    (older, _, _), (newer, _, _) = make_index(0), make_index(1)
     both = merged(older, newer)
     assert both.id_I.tolist() == sorted({*older.id_I.tolist(), *newer.id_I.tolist()})
     place = np.searchsorted(both.id_I, newer.id_I)

@@ -1,5 +1,5 @@
-"""Two towers: what is learned by whom, what an item's vector depends on, and that each side runs as often as
-it must."""
+"""Two-tower retrieval: the loss and its gradients, what an item's vector depends on, and how often each tower
+runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_calibration_trains_scale_and_bias_only() -> None:
         inputs, model(inputs), targets_of(dataclasses.replace(batch, label_BT=np.zeros_like(batch.label_BT)))
     ).backward()
     moved = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
-    assert moved == {"scale", "bias"}, "without a positive there is no softmax"
+    assert moved == {"scale", "bias"}, "without a positive label only the calibration learns"
 
 
 @pytest.mark.parametrize("uniform", [0.0, 2.0])
@@ -108,7 +108,8 @@ def test_a_sample_and_its_correction_equal_the_corrected_sample() -> None:
 def test_gradients_of_the_loss_are_right_in_float64() -> None:
     model, batch = retrieval().double(), make_batch(SCHEMA, [3, 0, 3], seed=4, longest=3)
     with torch.no_grad():
-        model.scale.zero_()  # calibration gives the towers no gradient: it must not depend on them here
+        # Calibration gives the towers no gradient, so the loss here must not depend on it.
+        model.scale.zero_()
     single, targets = inputs_of(batch), targets_of(batch)
     leaves = {stack: rows_UD.double().requires_grad_() for stack, rows_UD in single.rows.items()}
     logits = torch.zeros(6, 2, dtype=torch.float64)

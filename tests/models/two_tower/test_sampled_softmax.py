@@ -1,5 +1,5 @@
-"""The softmax over a batch's items: against one over all items, popularity taken out, gradients in
-float64."""
+"""The softmax over the items of a batch: it equals its formula, and it can correct for the popularity of
+items."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEMS = torch.tensor([7, 3, 7, 5, 3, 7])
 
 def test_with_counts_of_the_batch_it_is_the_softmax_over_distinct_items() -> None:
     of_item, positive = randn(2, 3), torch.tensor([0, 4])
-    place = torch.tensor([0, 1, 0, 2, 1, 0])  # of 7, 3, 5
+    place = torch.tensor([0, 1, 0, 2, 1, 0])  # index of each entry among the distinct items 7, 3, 5
     for uniform in (0.0, 3.0):
         got = sampled_softmax(of_item[:, place], positive, *log_expected(ITEMS, None, uniform))
         torch.testing.assert_close(got, -torch.log_softmax(of_item, dim=1)[torch.arange(2), place[positive]])
@@ -40,8 +40,8 @@ def test_the_loss_equals_its_formula(uniform: float) -> None:
 
 
 def learned_scores(corrected: bool) -> np.ndarray:
-    """Of ten items, one of which is shown and clicked ten times as often, where all like all alike; over
-    random batches."""
+    """Learn the scores of ten items from random batches. Users like all items alike, but one item is shown
+    and clicked ten times as often."""
     random = np.random.default_rng(0)
     share = np.array([10.0, *[1.0] * 9]) / 19
     score = torch.zeros(10, dtype=torch.float64, requires_grad=True)
@@ -57,8 +57,8 @@ def learned_scores(corrected: bool) -> np.ndarray:
 
 
 def test_the_correction_removes_the_effect_of_popularity() -> None:
-    """A softmax over all items ends at the logarithm of clicks, 2.3 apart; uncorrected at that of clicks a
-    showing, 0."""
+    """A softmax over all items learns the logarithm of clicks, which differs by 2.3. Without the correction
+    the model learns the logarithm of clicks per impression, which does not differ."""
     apart = [score[0] - score[1:].mean() for score in (learned_scores(True), learned_scores(False))]
     assert apart[0] == pytest.approx(math.log(10), abs=0.2)
     assert apart[1] == pytest.approx(0.0, abs=0.2)

@@ -23,15 +23,15 @@ from roostream.wire.block import decode_block
 from roostream.wire.records import Record
 from serving.online_features.store import FeatureStore
 from serving.online_features.updater import FeatureMetrics, FeatureUpdater
-from tests.online.counter_oracle import COUNTERS, Engagement, List, random_events, schema_with
+from tests.online.counter_oracle import COUNTERS, Engagement, ShownList, random_events, schema_with_counters
 from tests.serving.online_features.feature_cases import MemoryEvents, RedisServer, patient_hydrator
 
-SCHEMA = schema_with(COUNTERS)
+SCHEMA = schema_with_counters(COUNTERS)
 
 
-def event_of(number: int, event: List | Engagement) -> Event:
+def event_of(number: int, event: ShownList | Engagement) -> Event:
     if isinstance(event, Engagement):
-        request = event.of
+        request = event.shown_list
         item = signed(event.item)
         return Action(
             request.request,
@@ -65,7 +65,7 @@ def make_updater(redis: RedisServer, records: list[Record], batch: int) -> Featu
     return updater
 
 
-def to_records(events: list[List | Engagement]) -> list[Record]:
+def to_records(events: list[ShownList | Engagement]) -> list[Record]:
     """Return these events as the records that a replay writes."""
     return encode_events([event_of(1 + number, event) for number, event in enumerate(events)])
 
@@ -86,7 +86,7 @@ def test_replay_and_serving_hydrate_equal_declared_features(redis: RedisServer) 
     hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
     updater = make_updater(redis, records, 1)
     for event, record in zip(events, records, strict=True):
-        if isinstance(event, List):
+        if isinstance(event, ShownList):
             items_n = np.array([signed(i) for i in event.items])
             fields = reader.from_values(event.header, event.ro, event.nro, len(items_n))
             ro, nro = hydrator.read(event.user, items_n, event.time_ms, fields)
@@ -105,7 +105,7 @@ def test_redis_and_replay_give_equal_values_for_any_batching(redis: RedisServer,
     now_ms = events[-1].time_ms + 5000
     encoder.record(Request("last", 0, 0, now_ms, np.array([5])))  # counts all events before it
     hydrator = patient_hydrator(redis, SCHEMA)
-    for request_event in [e for e in events if isinstance(e, List)]:
+    for request_event in [e for e in events if isinstance(e, ShownList)]:
         items_n = np.array([signed(i) for i in request_event.items])
         fields = reader.from_values(request_event.header, request_event.ro, request_event.nro, len(items_n))
         read, known = (

@@ -1,4 +1,4 @@
-"""Adam gives torch's numbers without torch.optim's imports."""
+"""`DenseAdam` computes the same steps as torch.optim.Adam without importing torch.optim."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from trainer.dense_part.adam import DenseAdam
 
 def test_steps_equal_those_of_torch_optim() -> None:
     torch.manual_seed(3)
-    mine = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
-    theirs = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
-    theirs.load_state_dict(mine.state_dict())
-    ours, reference = (
-        DenseAdam(mine.named_parameters(), learning_rate=2e-3),
-        torch.optim.Adam(theirs.parameters(), lr=2e-3),
-    )
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
+    reference_model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
+    reference_model.load_state_dict(model.state_dict())
+    optimizer = DenseAdam(model.named_parameters(), learning_rate=2e-3)
+    reference_optimizer = torch.optim.Adam(reference_model.parameters(), lr=2e-3)
     for _ in range(50):
         x, y = torch.randn(16, 5), torch.randn(16, 1)
-        for model, optimizer in ((mine, ours), (theirs, reference)):
-            optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        for each_model, each_optimizer in ((model, optimizer), (reference_model, reference_optimizer)):
+            each_optimizer.zero_grad()
+            ((each_model(x) - y) ** 2).mean().backward()
+            each_optimizer.step()
+    for a, b in zip(model.parameters(), reference_model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_the_learning_rate_may_depend_on_the_step() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = DenseAdam([("weight", weight)], learning_rate=lambda num_steps: 0.5 if num_steps else 0.1)
-    moved = []
+    steps = []
     for _ in range(2):
         before = weight.item()
         weight.grad = torch.tensor([3.0])
         assert optimizer.step()
-        moved.append(before - weight.item())
-    assert moved == pytest.approx([0.1, 0.5], rel=1e-5), (
-        "a gradient that stays the same moves a weight by the rate"
+        steps.append(before - weight.item())
+    assert steps == pytest.approx([0.1, 0.5], rel=1e-5), (
+        "with a constant gradient, a step equals the learning rate"
     )
 
 
@@ -55,10 +53,8 @@ def test_gradients_are_clipped_to_their_common_norm() -> None:
     torch.testing.assert_close(optimizer.slots["b"]["exp_avg"], torch.tensor([0.1]))
     a.grad, b.grad = torch.tensor([0.5, 0.0]), torch.tensor([0.0])
     assert optimizer.step()
-    (
-        torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.09 + 0.05, 0.045])),
-        "a short one is as it was",
-    )
+    # The norm is below the limit, so this gradient is not clipped.
+    torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.09 + 0.05, 0.045]))
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:
@@ -79,7 +75,7 @@ def test_a_gradient_without_a_finite_square_changes_nothing(size: float) -> None
     optimizer = DenseAdam([("weight", weight), ("other", other)], learning_rate=0.1, clip_norm=10.0)
     weight.grad, other.grad = torch.tensor([size, 1.0]), torch.ones(2)
     stepped = optimizer.step()
-    assert stepped == (size == 1e18), "what has no finite square is refused, and nothing has changed"
+    assert stepped == (size == 1e18), "a gradient whose square overflows must be refused"
     assert stepped or (optimizer.num_steps == 0 and (weight == 1).all() and (other == 1).all())
     for slots in optimizer.slots.values():
         assert slots["exp_avg"].abs().max() <= 1.01 and slots["exp_avg_sq"].max() <= 0.11
@@ -112,7 +108,8 @@ def test_a_weight_without_a_gradient_stays() -> None:
 
 
 def test_programs_import_no_more_than_they_need() -> None:
-    """A worker's restart must not pay for torch._dynamo or TorchRec, nor the controller for torch at all."""
+    """The restart of a worker must not import torch._dynamo or TorchRec. The controller must not import
+    torch."""
     code = """
 import sys
 import trainer.main, trainer.control.controller_program

@@ -1,4 +1,4 @@
-"""The dense file gives back the bits that were taken, or nothing."""
+"""Snapshots of the dense weights and optimizer: a restore is bit-exact, or it fails and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
 
 
-def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
+def train_small_model(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 2), nn.Linear(2, 1))
     optimizer = DenseAdam(model.named_parameters(), learning_rate=0.01)
@@ -33,23 +33,26 @@ def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
 
 
 def test_a_restore_continues_bit_for_bit() -> None:
-    model, optimizer = trained()
+    model, optimizer = train_small_model()
     tensors, metadata = tensor_file.decode(
         tensor_file.encode(dense_checkpoint.snapshot(model, optimizer), {"step": "3"})
     )
     assert metadata == {"step": "3"} and int(tensors["optimizer.step"]) == 3
-    other, others = trained(steps=1)
-    dense_checkpoint.restore(tensors, other, others, same_schema=True)
-    for m, o in ((model, optimizer), (other, others)):
-        o.zero_grad()
-        m(torch.ones(4, 3)).sum().backward()
-        o.step()
-    mine, theirs = dense_checkpoint.snapshot(other, others), dense_checkpoint.snapshot(model, optimizer)
-    assert mine.keys() == theirs.keys() and all(mine[k].tobytes() == theirs[k].tobytes() for k in mine)
+    other, other_optimizer = train_small_model(steps=1)
+    dense_checkpoint.restore(tensors, other, other_optimizer, same_schema=True)
+    for each_model, each_optimizer in ((model, optimizer), (other, other_optimizer)):
+        each_optimizer.zero_grad()
+        each_model(torch.ones(4, 3)).sum().backward()
+        each_optimizer.step()
+    restored = dense_checkpoint.snapshot(other, other_optimizer)
+    original = dense_checkpoint.snapshot(model, optimizer)
+    assert restored.keys() == original.keys() and all(
+        restored[k].tobytes() == original[k].tobytes() for k in restored
+    )
 
 
 def test_a_snapshot_is_a_copy() -> None:
-    model, optimizer = trained()
+    model, optimizer = train_small_model()
     tensors = dense_checkpoint.snapshot(model, optimizer)
     kept = {k: v.copy() for k, v in tensors.items()}
     model(torch.ones(4, 3)).sum().backward()
@@ -58,19 +61,19 @@ def test_a_snapshot_is_a_copy() -> None:
 
 
 def test_an_untrained_optimizer_is_restored() -> None:
-    model, optimizer = trained(steps=0)
+    model, optimizer = train_small_model(steps=0)
     tensors = dense_checkpoint.snapshot(model, optimizer)
     assert int(tensors["optimizer.step"]) == 0
-    other, others = trained(steps=2)
-    dense_checkpoint.restore(tensors, other, others, same_schema=True)
-    assert others.num_steps == 0 and not any(
-        v.any() for slots in others.slots.values() for v in slots.values()
+    other, other_optimizer = train_small_model(steps=2)
+    dense_checkpoint.restore(tensors, other, other_optimizer, same_schema=True)
+    assert other_optimizer.num_steps == 0 and not any(
+        v.any() for slots in other_optimizer.slots.values() for v in slots.values()
     )
 
 
 def test_another_shape_is_rejected_under_the_same_schema() -> None:
-    tensors = dense_checkpoint.snapshot(*trained(width=3))
-    model, optimizer = trained(width=4)
+    tensors = dense_checkpoint.snapshot(*train_small_model(width=3))
+    model, optimizer = train_small_model(width=4)
     before = dense_checkpoint.snapshot(model, optimizer)
     with pytest.raises(OtherVersionError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
         dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
@@ -78,8 +81,8 @@ def test_another_shape_is_rejected_under_the_same_schema() -> None:
 
 
 def test_a_changed_schema_keeps_the_weights_that_fit(caplog: pytest.LogCaptureFixture) -> None:
-    tensors = dense_checkpoint.snapshot(*trained(width=3))
-    model, optimizer = trained(width=4, steps=1)
+    tensors = dense_checkpoint.snapshot(*train_small_model(width=3))
+    model, optimizer = train_small_model(width=4, steps=1)
     fresh = model.state_dict()["0.weight"].numpy().copy()
     with caplog.at_level(logging.WARNING):
         dense_checkpoint.restore(tensors, model, optimizer, same_schema=False)
@@ -92,17 +95,17 @@ def test_a_changed_schema_keeps_the_weights_that_fit(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("part", ["first_order", "linear", "ranker.linear"])
-def test_a_commit_from_before_a_part_continues_with_it_at_zero(part: str) -> None:
-    model, optimizer = with_part(part, slope=0.7)
+def test_a_part_that_the_commit_lacks_starts_at_zero(part: str) -> None:
+    model, optimizer = model_with_part(part, slope=0.7)
     before = {k: v for k, v in dense_checkpoint.snapshot(model, optimizer).items() if part not in k}
-    other, others = with_part(part, slope=1.0)
-    dense_checkpoint.restore(before, other, others, same_schema=True)
+    other, other_optimizer = model_with_part(part, slope=1.0)
+    dense_checkpoint.restore(before, other, other_optimizer, same_schema=True)
     assert other.get_parameter(f"{part}.weight").item() == 0.0
-    after = dense_checkpoint.snapshot(other, others)
+    after = dense_checkpoint.snapshot(other, other_optimizer)
     assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
 
 
-def test_a_commit_from_before_a_linear_part_had_knots_continues_with_the_same_scores() -> None:
+def test_a_commit_without_linear_knots_continues_with_the_same_scores() -> None:
     schema = make_schema("everything")
     before = trained_model(schema, dataclasses.replace(SMALL, linear_knots=False))
     after = build_model(schema, SMALL, seed=1)
@@ -118,12 +121,12 @@ def test_a_commit_from_before_a_linear_part_had_knots_continues_with_the_same_sc
     torch.testing.assert_close(after(inputs), before(inputs), rtol=0, atol=1e-6)
 
 
-def test_a_commit_from_before_rates_were_scaled_continues_with_the_same_scores() -> None:
+def test_a_commit_without_scaled_rates_continues_with_the_same_scores() -> None:
     schema = schema_from_dict({"nro": [{"name": "price"}, {"online": "ctr_24h"}], "label": LABELS})
     before = trained_model(schema, dataclasses.replace(SMALL, scale_rates=False))
     after = build_model(schema, SMALL, seed=1)
     inputs, old = inputs_of(make_batch(schema, [3, 1])), before
-    for _ in range(2):  # the second time from a commit that has the scale
+    for _ in range(2):  # in the second round, the commit already has the scale
         assert isinstance(before, Ranker) and isinstance(after, Ranker) and before.linear and after.linear
         first, second = (
             DenseAdam(model.named_parameters(), learning_rate=0.1, linear=[model.linear])
@@ -134,21 +137,22 @@ def test_a_commit_from_before_rates_were_scaled_continues_with_the_same_scores()
         before, after = after, build_model(schema, SMALL, seed=2)
 
 
-def test_a_commit_with_a_piece_of_a_part_is_rejected() -> None:
-    model, optimizer = with_part("linear", slope=0.7)
+def test_a_commit_with_an_incomplete_part_is_rejected() -> None:
+    model, optimizer = model_with_part("linear", slope=0.7)
     tensors = dense_checkpoint.snapshot(model, optimizer)
     tensors["model.linear.curvature"] = tensors.pop("model.linear.weight")
     with pytest.raises(OtherVersionError, match=r"model\.linear\.weight"):
         dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
 
 
-def with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
+def model_with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
+    """Build a model with a linear submodule at the path `part`, whose weight is `slope`."""
     model = nn.ModuleDict({"deep": nn.Linear(3, 1)})
     outer, _, inner = part.rpartition(".")
-    of = nn.ModuleDict({inner: nn.Linear(1, 1, bias=False)})
+    submodule = nn.ModuleDict({inner: nn.Linear(1, 1, bias=False)})
     if outer:
-        model[outer] = of
+        model[outer] = submodule
     else:
-        model.update(of)
+        model.update(submodule)
     nn.init.constant_(model.get_parameter(f"{part}.weight"), slope)
     return model, DenseAdam(model.named_parameters(), learning_rate=0.01)

@@ -1,4 +1,5 @@
-"""Newton steps equal their formula, whatever the batch is divided into, and learn a linear rule quickly."""
+"""The Newton steps of the linear part equal their formula, do not depend on how a batch is divided, and learn
+a linear rule quickly."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ RULE_T = np.array([[2.0, -1.0, 0.0], [0.0, 1.0, 1.0]]).T
 
 
 def batch(seed: int, size: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Floats [B, F] and labels [B, T] of a linear rule."""
+    """Draw floats [B, F], and labels [B, T] that follow a linear rule."""
     rng = np.random.default_rng(seed)
     x_BF = rng.normal(size=(size, WIDTH))
     label_BT = rng.random((size, TASKS)) < 1 / (1 + np.exp(-x_BF @ RULE_T))
     return torch.tensor(x_BF, dtype=torch.float32), torch.tensor(label_BT, dtype=torch.float32)
 
 
-def differentiate(
+def backward(
     part: LinearPart,
     x_BF: torch.Tensor,
     label_BT: torch.Tensor,
     total_T: torch.Tensor | None = None,
     network_BT: torch.Tensor | None = None,
 ) -> None:
-    """The network says 0 unless its logits are given."""
+    """Compute the gradients of the linear part. The network's logits are 0 unless they are given."""
     targets = Targets(label_BT=label_BT, weight_BT=torch.ones_like(label_BT), total_T=total_T)
     network_BT = torch.zeros_like(label_BT) if network_BT is None else network_BT
     loss_of = functools.partial(loss, targets=targets)
@@ -49,18 +50,18 @@ def linear_part(constant: float = 0.0) -> LinearPart:
     return part
 
 
-def made(constant: float = 0.0) -> tuple[LinearPart, DenseAdam]:
+def part_and_optimizer(constant: float = 0.0) -> tuple[LinearPart, DenseAdam]:
     part = linear_part(constant)
     return part, DenseAdam(part.named_parameters(), learning_rate=0.1, linear=[part])
 
 
 def train(seeds: range, network: Callable[[torch.Tensor], torch.Tensor] | None = None) -> LinearPart:
-    """`network`: its logits for floats."""
-    part, optimizer = made()
+    """Train a linear part on one batch for each seed. `network` maps floats to the logits of the network."""
+    part, optimizer = part_and_optimizer()
     for seed in seeds:
         optimizer.zero_grad()
         x_BF, label_BT = batch(seed)
-        differentiate(part, x_BF, label_BT, network_BT=network(x_BF) if network else None)
+        backward(part, x_BF, label_BT, network_BT=network(x_BF) if network else None)
         assert optimizer.step()
     return part
 
@@ -69,8 +70,8 @@ def sigmoid(logit_B: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-logit_B)))
 
 
-class Newton:
-    """The formula of newton.py for one task."""
+class ReferenceNewton:
+    """The formula in trainer/dense_part/newton.py for one task, in numpy."""
 
     def __init__(self, first: list[float], prior: float, memory_steps: int) -> None:
         self.weight_F, self.curvature_FF = np.array(first), np.zeros((len(first), len(first)))
@@ -83,10 +84,11 @@ class Newton:
 
 def test_steps_equal_the_formula() -> None:
     network_GT = np.array([[1.0, 0.5, 0.0], [0.5, -1.0, 1.0]]).T
-    linear = [Newton([0.0] * (WIDTH + 1), newton.PRIOR, newton.MEMORY_STEPS) for _ in range(TASKS)]
-    shares = [Newton([0.5], newton.SHARE_PRIOR, newton.SHARE_MEMORY_STEPS) for _ in range(TASKS)]
+    linear = [ReferenceNewton([0.0] * (WIDTH + 1), newton.PRIOR, newton.MEMORY_STEPS) for _ in range(TASKS)]
+    shares = [ReferenceNewton([0.5], newton.SHARE_PRIOR, newton.SHARE_MEMORY_STEPS) for _ in range(TASKS)]
     calibrations = [
-        Newton([0.0, 0.0], newton.CALIBRATION_PRIOR, newton.CALIBRATION_MEMORY_STEPS) for _ in range(TASKS)
+        ReferenceNewton([0.0, 0.0], newton.CALIBRATION_PRIOR, newton.CALIBRATION_MEMORY_STEPS)
+        for _ in range(TASKS)
     ]
     for seed in range(5):
         x_BG, label_BT = (part.numpy().astype(np.float64) for part in batch(seed))
@@ -116,25 +118,25 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch() -> None:
     whole, parts = linear_part(), linear_part()
     x_BF, label_BT = batch(0)
     network_BT = torch.randn(label_BT.shape, generator=torch.Generator().manual_seed(0))
-    differentiate(whole, x_BF, label_BT, network_BT=network_BT)
+    backward(whole, x_BF, label_BT, network_BT=network_BT)
     sums = [torch.zeros_like(p) for p in parts.parameters()]
     for rows in (slice(0, 13), slice(13, None)):
         parts.zero_grad()
         total_T = torch.full((TASKS,), 40.0)
-        differentiate(parts, x_BF[rows], label_BT[rows], total_T, network_BT[rows])
+        backward(parts, x_BF[rows], label_BT[rows], total_T, network_BT[rows])
         sums = [total + p.grad for total, p in zip(sums, parts.parameters(), strict=True)]
     for p, total in zip(whole.parameters(), sums, strict=True):
         torch.testing.assert_close(p.grad, total)
 
 
-def test_a_batch_of_rare_clicks_without_one_moves_no_logit_far() -> None:
-    """Columns are large and alike, as logarithms of ages are, and both parts already say 5 %."""
-    part, optimizer = made(constant=-3.0)
+def test_a_batch_without_positives_changes_logits_moderately() -> None:
+    """Columns are large and similar, like logarithms of ages. Both parts already predict 5 %."""
+    part, optimizer = part_and_optimizer(constant=-3.0)
     x_BF = 10 + torch.tensor(np.random.default_rng(0).normal(size=(200, WIDTH)), dtype=torch.float32)
-    differentiate(part, x_BF, torch.zeros(200, TASKS), network_BT=torch.full((200, TASKS), -3.0))
+    backward(part, x_BF, torch.zeros(200, TASKS), network_BT=torch.full((200, TASKS), -3.0))
     assert optimizer.step()
-    moved_BT = part(x_BF).detach() + 3.0
-    assert bool((moved_BT < 0).all()) and float(moved_BT.min()) > -2.5
+    change_BT = part(x_BF).detach() + 3.0
+    assert bool((change_BT < 0).all()) and float(change_BT.min()) > -2.5
 
 
 @pytest.mark.parametrize("size", [1, 100])
@@ -143,38 +145,38 @@ def test_a_batch_of_rare_clicks_without_one_moves_no_logit_far() -> None:
 def test_logits_stay_moderate_with_a_single_label_constant_and_huge_columns(
     size: int, label: float, scale: float
 ) -> None:
-    """asinh of the largest float32 is 89."""
-    part, optimizer = made()
+    """The first column is 89, the asinh of the largest float32."""
+    part, optimizer = part_and_optimizer()
     for seed in range(100):
         optimizer.zero_grad()
         x_BF = scale * batch(seed, size)[0]
         x_BF[:, 0] = 89.0
-        differentiate(part, x_BF, torch.full((size, TASKS), label), network_BT=torch.zeros(size, TASKS))
+        backward(part, x_BF, torch.full((size, TASKS), label), network_BT=torch.zeros(size, TASKS))
         assert optimizer.step()
         scores_BT = part.mixed(torch.zeros(size, TASKS), x_BF).detach()
         assert float(scores_BT.abs().max()) < 15
     assert bool(((part.share >= 0) & (part.share <= MAX_SHARE)).all())
 
 
-def test_the_share_goes_to_the_one_that_predicts_better() -> None:
+def test_the_better_predictor_gets_the_larger_share() -> None:
     rule = torch.tensor(RULE_T, dtype=torch.float32)
-    knows_nothing = train(range(60), lambda x_BF: torch.zeros(len(x_BF), TASKS))
-    knows_all = train(range(60), lambda x_BF: x_BF @ rule)
-    misleads = train(range(60), lambda x_BF: -x_BF @ rule)
-    assert bool((knows_nothing.share > 0.8).all()) and bool((misleads.share > 0.6).all())
-    assert bool((knows_all.share < knows_nothing.share - 0.2).all())
+    constant_network = train(range(60), lambda x_BF: torch.zeros(len(x_BF), TASKS))
+    perfect_network = train(range(60), lambda x_BF: x_BF @ rule)
+    inverted_network = train(range(60), lambda x_BF: -x_BF @ rule)
+    assert bool((constant_network.share > 0.8).all()) and bool((inverted_network.share > 0.6).all())
+    assert bool((perfect_network.share < constant_network.share - 0.2).all())
 
 
-def test_calibration_repairs_logits_that_are_too_cautious_and_too_low() -> None:
+def test_calibration_corrects_logits_that_are_too_small_and_too_low() -> None:
     rule = torch.tensor(RULE_T, dtype=torch.float32)
     part = linear_part()
     optimizer = DenseAdam(part.named_parameters(), learning_rate=0.1, linear=[part])
     for seed in range(100):
         optimizer.zero_grad()
         x_BF, label_BT = batch(seed)
-        with torch.no_grad():  # the linear part says the same as the network
+        with torch.no_grad():  # the linear part has the logits of the network
             part.weight[:, :-1], part.weight[:, -1] = rule.T / 1.5, -0.5
-        differentiate(part, x_BF, label_BT, network_BT=x_BF @ rule / 1.5 - 0.5)
+        backward(part, x_BF, label_BT, network_BT=x_BF @ rule / 1.5 - 0.5)
         assert optimizer.step()
     np.testing.assert_allclose(part.calibration.detach().numpy(), [[0.5, 0.75]] * TASKS, atol=0.2)
 
@@ -197,16 +199,16 @@ def test_a_linear_rule_is_found_within_thirty_small_batches() -> None:
 
 @pytest.mark.parametrize("name", ["weight", "curvature", "share", "calibration_curvature"])
 def test_a_gradient_that_is_not_finite_changes_nothing(name: str) -> None:
-    part, optimizer = made()
-    differentiate(part, *batch(0))
+    part, optimizer = part_and_optimizer()
+    backward(part, *batch(0))
     part.get_parameter(name).grad.fill_(float("inf"))  # type: ignore[union-attr]
     assert not optimizer.step()
     assert optimizer.num_steps == 0 and not part.weight.any() and not part.curvature.any()
 
 
 def test_parameters_without_a_gradient_are_left_alone() -> None:
-    part, optimizer = made()
+    part, optimizer = part_and_optimizer()
     before = {name: p.detach().clone() for name, p in part.named_parameters()}
     assert optimizer.step()
     assert all(torch.equal(p, before[name]) for name, p in part.named_parameters())
-    assert optimizer.slots == {}, "Adam keeps no state of them"
+    assert optimizer.slots == {}, "Adam must keep no state for them"

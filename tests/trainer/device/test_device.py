@@ -1,4 +1,4 @@
-"""Training on a device: what can be known without one, and what runs where there is one (`make gpu`)."""
+"""Training on a GPU. Some tests need no device; the others run where there is one (`make gpu`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trainer.loops import Built, build
 from trainer.device.numerics import forward_logits
 
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 PRECISIONS = ("float32", "bfloat16")
 N24 = samples.records(list(range(1, 25)))
 
@@ -46,7 +46,7 @@ def test_a_device_agrees_with_the_host_without_synchronizing(
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 0, 20, 2], seed=5)
     targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
-    found = {}
+    results = {}
     for device in ("cpu", "cuda"):
         model, inputs = trained_model(schema, CONFIGS[name]).to(device), inputs_on(device, batch)
         model(inputs)
@@ -55,25 +55,27 @@ def test_a_device_agrees_with_the_host_without_synchronizing(
             logits_BT = model(inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        there = targets._replace(label_BT=targets.label_BT.to(device), weight_BT=targets.weight_BT.to(device))
-        model.loss(inputs, logits_BT, there).backward()  # type: ignore[no-untyped-call]
+        device_targets = targets._replace(
+            label_BT=targets.label_BT.to(device), weight_BT=targets.weight_BT.to(device)
+        )
+        model.loss(inputs, logits_BT, device_targets).backward()  # type: ignore[no-untyped-call]
         leaves = [*(p.grad for p in model.parameters()), *(rows_UD.grad for rows_UD in inputs.rows.values())]
-        found[device] = [logits_BT.detach().cpu(), *(g.cpu() for g in leaves if g is not None)]
-    for device_x, host_x in zip(found["cuda"], found["cpu"], strict=True):
+        results[device] = [logits_BT.detach().cpu(), *(g.cpu() for g in leaves if g is not None)]
+    for device_x, host_x in zip(results["cuda"], results["cpu"], strict=True):
         torch.testing.assert_close(device_x, host_x, rtol=1e-3, atol=1e-4)
 
 
-def trained(device: str) -> Built:
+def train(device: str) -> Built:
     return build(N24, device=device).train_all()
 
 
 @gpu
 @needs_gpu
 def test_a_device_trains_as_the_host_does() -> None:
-    host, device = trained("cpu"), trained("cuda")
+    host, device = train("cpu"), train("cuda")
     assert device.pushes() == host.pushes() and device.offsets() == host.offsets()
-    mine, theirs = device.loop.snapshot().shared, host.loop.snapshot().shared
-    assert all(np.allclose(mine[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs)
+    device_state, host_state = device.loop.snapshot().shared, host.loop.snapshot().shared
+    assert all(np.allclose(device_state[name], host_state[name], rtol=1e-3, atol=1e-4) for name in host_state)
 
 
 @gpu

@@ -1,4 +1,4 @@
-"""HSTU's kernels give what the reference gives, forward and back: in Triton's interpreter, and on a device
+"""HSTU's Triton kernels equal the reference in outputs and gradients: in Triton's interpreter, and on a GPU
 where there is one."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from roostream.models.sequence.hstu import HstuLayer
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_schema
 from tests.models.model_checks import trained_model
-from tests.trainer.device.kernel_checks import CASES, distances
+from tests.trainer.device.kernel_checks import CASES, relative_errors
 from trainer.device.hstu_attention import kernel_attention, use_triton_attention
 
-MOST = {torch.float32: 1e-5, torch.bfloat16: 0.01}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"
 )
@@ -32,21 +32,21 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    told = json.loads(run.stdout)
-    assert len(told) == len(CASES) + 2
-    for name, found in told.items():
-        most = MOST[torch.bfloat16 if "bfloat16" in name else torch.float32]
-        assert all(far < most for far in found.values()), (name, found)
+    results = json.loads(run.stdout)
+    assert len(results) == len(CASES) + 2
+    for name, errors in results.items():
+        tolerance = TOLERANCE[torch.bfloat16 if "bfloat16" in name else torch.float32]
+        assert all(error < tolerance for error in errors.values()), (name, errors)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 @pytest.mark.parametrize("times", [True, False])
-@pytest.mark.parametrize("dtype", list(MOST))
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_the_reference_on_a_device(case: str, dtype: torch.dtype, times: bool) -> None:
-    found = distances(case, dtype, "cuda", times=times)
-    assert all(far < MOST[dtype] for far in found.values()), found
+    errors = relative_errors(case, dtype, "cuda", times=times)
+    assert all(error < TOLERANCE[dtype] for error in errors.values()), errors
 
 
 @needs_triton
@@ -54,6 +54,6 @@ def test_every_hstu_layer_uses_the_kernel() -> None:
     model = trained_model(make_schema("everything"), CONFIGS["hstu"])
     names = list(model.state_dict())
     use_triton_attention(model)
-    units = [module for module in model.modules() if isinstance(module, HstuLayer)]
-    assert units and all(unit.attention is kernel_attention for unit in units)
+    layers = [module for module in model.modules() if isinstance(module, HstuLayer)]
+    assert layers and all(layer.attention is kernel_attention for layer in layers)
     assert list(model.state_dict()) == names

@@ -1,4 +1,4 @@
-"""Precision and compilation: what they may change of training, and what not."""
+"""bfloat16 and torch.compile: how far they may change the results of training."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ from trainer.device.numerics import compilable_modules, compile_rows, forward_lo
 
 SCHEMA = make_schema("everything")
 N24 = samples.records(list(range(1, 25)))
-# Of bfloat16 against float32: its numbers have 8 bits, so that each product is off by 2^-8 = 0.004 at most.
-# On the way back some ReLUs of a tiny model open that were shut.
-CLOSE, CLOSE_BACK = 0.01, 0.15
-EVERY = CONFIGS
+# Relative tolerances of bfloat16 against float32. bfloat16 has 8 significant bits, so each product is off by
+# at most 2^-8 = 0.004. Gradients differ more, because rounding switches some ReLUs of a tiny model.
+TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.15
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
@@ -49,8 +48,10 @@ def inputs_of(
     return build_inputs(batch, lookup, make_rows(SCHEMA, lookup), device, train=True), targets
 
 
-def learned(config: ModelConfig, precision: str, device: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and all gradients."""
+def logits_and_gradients(
+    config: ModelConfig, precision: str, device: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the logits and the gradients of all parameters and rows."""
     model = trained_model(SCHEMA, config).to(device)
     inputs, targets = inputs_of(5, device)
     logits_BT = forward_logits(model, inputs, LoopConfig(precision=precision, device=device))  # type: ignore[arg-type]
@@ -59,24 +60,24 @@ def learned(config: ModelConfig, precision: str, device: str) -> tuple[torch.Ten
     return logits_BT.detach(), {name: x.grad for name, x in named.items() if x.grad is not None}
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative to the larger of both."""
+def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Compute the norm of the difference relative to the larger of both norms."""
     return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp_min(1e-6))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16_agrees_with_float32_and_keeps_float32_weights(name: str, device: str) -> None:
-    full_BT, full = learned(EVERY[name], "float32", device)
-    half_BT, half = learned(EVERY[name], "bfloat16", device)
+    full_BT, full = logits_and_gradients(CONFIGS[name], "float32", device)
+    half_BT, half = logits_and_gradients(CONFIGS[name], "bfloat16", device)
     assert half_BT.dtype == torch.float32 and {g.dtype for g in half.values()} == {torch.float32}
     assert full.keys() == half.keys()
-    assert distance(full_BT, half_BT) < CLOSE
-    assert isinstance(EVERY[name], TwoTowerConfig) or not torch.equal(full_BT, half_BT), (
-        "it is computed otherwise"
+    assert relative_distance(full_BT, half_BT) < TOLERANCE
+    assert isinstance(CONFIGS[name], TwoTowerConfig) or not torch.equal(full_BT, half_BT), (
+        "bfloat16 must change the logits"
     )
     every_full, every_half = (torch.cat([g.flatten() for g in each.values()]) for each in (full, half))
-    assert distance(every_full, every_half) < CLOSE_BACK
+    assert relative_distance(every_full, every_half) < GRADIENT_TOLERANCE
 
 
 def test_bfloat16_rows_are_gathered_and_pooled_as_float32() -> None:
@@ -91,40 +92,42 @@ def test_bfloat16_rows_are_gathered_and_pooled_as_float32() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_padded_attention_supports_bfloat16(autocast: bool) -> None:
-    """Both ways, of what a host would give to its own kernel."""
+    """Outputs and gradients agree with float32, for inputs that the CPU kernel would otherwise handle."""
     mask = torch.tensor([[True] * 4 + [False], [False] * 5])
-    found = []
+    results = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(1)
-        of = QueriesKeysValues(*(torch.randn(2, 5, 12).to(dtype).requires_grad_() for _ in range(3)))
+        qkv = QueriesKeysValues(*(torch.randn(2, 5, 12).to(dtype).requires_grad_() for _ in range(3)))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and dtype == torch.bfloat16):
-            out = attend(of, mask, 3)
-        back = torch.autograd.grad(out, of, torch.randn(2, 5, 12).to(dtype))
-        assert {x.dtype for x in (out, *back)} == {dtype}
-        found.append((out.detach(), *back))
-    assert all(distance(a, b.float()) < CLOSE for a, b in zip(*found, strict=True))
+            out = attend(qkv, mask, 3)
+        gradients = torch.autograd.grad(out, qkv, torch.randn(2, 5, 12).to(dtype))
+        assert {x.dtype for x in (out, *gradients)} == {dtype}
+        results.append((out.detach(), *gradients))
+    assert all(relative_distance(a, b.float()) < TOLERANCE for a, b in zip(*results, strict=True))
 
 
 def test_softmax_of_bfloat16_is_of_float32_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.dtype] = []
+    softmax_dtypes: list[torch.dtype] = []
     softmax = torch.softmax
-    monkeypatch.setattr(torch, "softmax", lambda x, dim: (seen.append(x.dtype), softmax(x, dim=dim))[1])
-    own = torch.randn(5, 12, dtype=torch.bfloat16)
-    groups = build_groups(np.array([2, 3]))
-    assert torch.equal(attend_to_each_other(own, groups, 2), padded_to_each_other(own, groups, 2)), (
-        "numpy knows no bfloat16"
+    monkeypatch.setattr(
+        torch, "softmax", lambda x, dim: (softmax_dtypes.append(x.dtype), softmax(x, dim=dim))[1]
     )
-    assert seen == [torch.float32, torch.float32]
+    qkv_BD = torch.randn(5, 12, dtype=torch.bfloat16)
+    groups = build_groups(np.array([2, 3]))
+    assert torch.equal(attend_to_each_other(qkv_BD, groups, 2), padded_to_each_other(qkv_BD, groups, 2)), (
+        "the CPU kernel does not support bfloat16, because numpy does not"
+    )
+    assert softmax_dtypes == [torch.float32, torch.float32]
 
 
 def test_training_in_bfloat16_agrees_with_float32() -> None:
     full, half = build(N24).train_all(), build(N24, precision="bfloat16").train_all()
     assert half.pushes() == full.pushes() and half.offsets() == full.offsets()
-    mine, theirs = half.loop.snapshot().shared, full.loop.snapshot().shared
-    assert {n: a.dtype for n, a in mine.items()} == {n: a.dtype for n, a in theirs.items()}
-    assert any(not np.array_equal(mine[n], theirs[n]) for n in mine)
-    moved = {n: a for n, a in theirs.items() if n.startswith("model.")}
-    assert all(np.allclose(mine[n], a, rtol=0.01, atol=0.03) for n, a in moved.items())
+    half_state, full_state = half.loop.snapshot().shared, full.loop.snapshot().shared
+    assert {n: a.dtype for n, a in half_state.items()} == {n: a.dtype for n, a in full_state.items()}
+    assert any(not np.array_equal(half_state[n], full_state[n]) for n in half_state)
+    weights = {n: a for n, a in full_state.items() if n.startswith("model.")}
+    assert all(np.allclose(half_state[n], a, rtol=0.01, atol=0.03) for n, a in weights.items())
 
 
 def test_float32_continues_what_bfloat16_trained() -> None:
@@ -164,7 +167,7 @@ def test_without_a_compiler_training_continues_with_a_warning(
     assert built.train_all().bits() == build(N24).train_all().bits()
 
 
-def test_a_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler\n  was found")
 
@@ -193,17 +196,19 @@ def test_compiled_modules_agree_for_any_number_of_rows(device: str, precision: s
     compile_rows(compiled, device)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     for seed, counts in enumerate([(3, 0, 2), (5, 1, 7, 2), (4, 9)]):
-        found = []
+        results = []
         for model in (plain, compiled):
             inputs, targets = inputs_of(seed, device, counts)
             model.zero_grad()
             logits_BT = forward_logits(model, inputs, config)
             model.loss(inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
             gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-            found.append((logits_BT.detach(), torch.cat(gradients)))
-        most = 1e-5 if precision == "float32" else CLOSE
-        assert distance(found[0][0], found[1][0]) < most
-        assert distance(found[0][1], found[1][1]) < (most if precision == "float32" else CLOSE_BACK)
+            results.append((logits_BT.detach(), torch.cat(gradients)))
+        tolerance = 1e-5 if precision == "float32" else TOLERANCE
+        assert relative_distance(results[0][0], results[1][0]) < tolerance
+        assert relative_distance(results[0][1], results[1][1]) < (
+            tolerance if precision == "float32" else GRADIENT_TOLERANCE
+        )
     from torch._dynamo.utils import counters
 
-    assert counters["stats"]["unique_graphs"] > 0, "something was compiled"
+    assert counters["stats"]["unique_graphs"] > 0, "something must have been compiled"

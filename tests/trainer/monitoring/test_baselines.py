@@ -1,3 +1,6 @@
+"""Simple baselines (popularity, position, recent popularity, a linear model) that score the same samples as
+the model."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -30,22 +33,27 @@ def schema(*labels: str) -> Schema:
 CLICK, BOTH = schema("click"), schema("click", "buy")
 
 
-def fed(
-    baselines: Baselines, of: Schema, number: int, items: list[int], labels: list[float], **more: object
+def add_sample(
+    baselines: Baselines,
+    sample_schema: Schema,
+    number: int,
+    items: list[int],
+    labels: list[float],
+    **options: object,
 ) -> None:
-    """A sample of these candidates; their `price`s are 0 where none are given."""
-    time_ms, prices = int(more.get("time_ms", 5)), more.get("prices", np.zeros(len(items)))  # type: ignore[call-overload]
-    header = pb.Header(time_ms=time_ms, schema=of.fingerprint, user_id=1, request_id=str(number))
+    """Add a sample with these candidates. Their `price` is 0 unless `prices` are given."""
+    time_ms, prices = int(options.get("time_ms", 5)), options.get("prices", np.zeros(len(items)))  # type: ignore[call-overload]
+    header = pb.Header(time_ms=time_ms, schema=sample_schema.fingerprint, user_id=1, request_id=str(number))
     sample = pb.Sample(
         header=header,
         sample_id=number,
         item_ids=items,
         labels=labels,
-        positions=more.get("positions") or range(len(items)),  # type: ignore[arg-type]
-        ro=encode_ro(of, {"age": 30.0}),
+        positions=options.get("positions") or range(len(items)),  # type: ignore[arg-type]
+        ro=encode_ro(sample_schema, {"age": 30.0}),
         parts=[
             pb.Part(
-                nro=encode_nro(of, {"price": np.asarray(prices, dtype=np.float32)}, len(items)),
+                nro=encode_nro(sample_schema, {"price": np.asarray(prices, dtype=np.float32)}, len(items)),
                 num_rows=len(items),
             )
         ],
@@ -58,50 +66,50 @@ def test_popularity_finds_an_item_that_is_always_clicked() -> None:
     rng, baselines = np.random.default_rng(0), Baselines(CLICK)
     for n in range(600):
         items = rng.permutation(6).tolist()
-        fed(baselines, CLICK, n, items, [float(i == 3) for i in items])
-    found = baselines.report()
-    assert found["item"]["overall"]["request_auc"] > 0.95 and found["item"]["overall"]["ne"] < 0.4
-    assert found["random"]["overall"]["request_auc"] == 0.5 and found["random"]["overall"][
+        add_sample(baselines, CLICK, n, items, [float(i == 3) for i in items])
+    report = baselines.report()
+    assert report["item"]["overall"]["request_auc"] > 0.95 and report["item"]["overall"]["ne"] < 0.4
+    assert report["random"]["overall"]["request_auc"] == 0.5 and report["random"]["overall"][
         "ne"
     ] == pytest.approx(1, abs=0.02)
-    assert 0.4 < found["place"]["overall"]["request_auc"] < 0.6
+    assert 0.4 < report["place"]["overall"]["request_auc"] < 0.6
     assert baselines.positives() == {"click": 600}
 
 
-def test_labels_of_another_schema_are_taken_by_name() -> None:
+def test_labels_of_another_schema_are_matched_by_name() -> None:
     swapped, rng = schema("buy", "like", "click"), np.random.default_rng(0)
-    writers = {of.fingerprint: of for of in (BOTH, swapped, CLICK)}
+    writers = {sample_schema.fingerprint: sample_schema for sample_schema in (BOTH, swapped, CLICK)}
     mixed, own = Baselines(BOTH, registry=writers.get), Baselines(BOTH)
     for n in range(300):
         items = rng.permutation(6).tolist()
         click, buy = [float(i == 3) for i in items], [float(i == 4) for i in items]
         labels = [value for pair in zip(click, buy, strict=True) for value in pair]
-        fed(own, BOTH, n, items, labels)
+        add_sample(own, BOTH, n, items, labels)
         if n % 2:
-            fed(mixed, BOTH, n, items, labels)
+            add_sample(mixed, BOTH, n, items, labels)
         else:
-            labels = [value for both in zip(buy, click, click, strict=True) for value in both]
-            fed(mixed, swapped, n, items, labels)
+            labels = [value for triple in zip(buy, click, click, strict=True) for value in triple]
+            add_sample(mixed, swapped, n, items, labels)
     assert mixed.positives() == own.positives() == {"click": 300, "buy": 300}
     assert mixed.report()["item"] == own.report()["item"]
-    fed(mixed, CLICK, 300, [3], [1.0])
+    add_sample(mixed, CLICK, 300, [3], [1.0])
     assert mixed.positives() == {"click": 301, "buy": 300}
 
 
-def test_a_place_that_is_always_clicked_is_found_by_the_places_as_shown() -> None:
+def test_the_position_baseline_uses_the_position_at_which_an_item_was_shown() -> None:
     baselines = Baselines(CLICK)
     for n in range(300):
-        fed(baselines, CLICK, n, [n, n + 1000, n + 2000], [0, 1, 0], positions=[4, 0, 9])
+        add_sample(baselines, CLICK, n, [n, n + 1000, n + 2000], [0, 1, 0], positions=[4, 0, 9])
     assert baselines.report()["place"]["overall"]["request_auc"] > 0.95
 
 
-def test_recent_popularity_finds_what_is_liked_now() -> None:
-    """Each day another of five items is clicked."""
+def test_recent_popularity_finds_items_that_are_popular_now() -> None:
+    """Each day, users click another one of five items."""
     rng, baselines = np.random.default_rng(1), Baselines(CLICK)
     for n in range(1200):
         items = rng.permutation(5).tolist()
         day = n // 120
-        fed(
+        add_sample(
             baselines,
             CLICK,
             n,
@@ -109,8 +117,8 @@ def test_recent_popularity_finds_what_is_liked_now() -> None:
             [float(i == day % 5) for i in items],
             time_ms=day * DAY + n % 120 * HOUR // 10,
         )
-    found = baselines.report()
-    assert found["recent"]["overall"]["request_auc"] > 0.9 > found["item"]["overall"]["request_auc"]
+    report = baselines.report()
+    assert report["recent"]["overall"]["request_auc"] > 0.9 > report["item"]["overall"]["request_auc"]
 
 
 def test_the_linear_baseline_learns_from_floats() -> None:
@@ -118,7 +126,7 @@ def test_the_linear_baseline_learns_from_floats() -> None:
     for n in range(1500):
         prices = rng.lognormal(0, 2, 4)
         clicked = rng.random(4) < 1 / (1 + prices)
-        fed(
+        add_sample(
             baselines,
             CLICK,
             n,
@@ -126,51 +134,51 @@ def test_the_linear_baseline_learns_from_floats() -> None:
             clicked.astype(float).tolist(),
             prices=prices,
         )
-    found = baselines.report()["linear"]["overall"]
-    assert found["auc"] > 0.8 and found["ne"] < 0.85 and 0.9 < found["calibration"] < 1.1
+    report = baselines.report()["linear"]["overall"]
+    assert report["auc"] > 0.8 and report["ne"] < 0.85 and 0.9 < report["calibration"] < 1.1
 
 
 def test_baselines_score_a_sample_before_learning_from_it() -> None:
     baselines = Baselines(BOTH, measure_from_ms=DAY)
-    fed(baselines, BOTH, 1, [1, 2], [1, 0, 0, 0])
-    fed(baselines, BOTH, 2, [1, 2], [1, 1, 0, 0], time_ms=DAY)
-    found = baselines.report()["item"]
-    assert found["overall"]["requests"] == 2 and found["measured"]["requests"] == 1
-    assert found["overall"]["request_auc"] == 0.75 and found["measured"]["request_auc"] == 1.0
+    add_sample(baselines, BOTH, 1, [1, 2], [1, 0, 0, 0])
+    add_sample(baselines, BOTH, 2, [1, 2], [1, 1, 0, 0], time_ms=DAY)
+    report = baselines.report()["item"]
+    assert report["overall"]["requests"] == 2 and report["measured"]["requests"] == 1
+    assert report["overall"]["request_auc"] == 0.75 and report["measured"]["request_auc"] == 1.0
     assert baselines.positives() == {"click": 2, "buy": 1}
 
 
-def test_labels_of_another_schema_count_for_nothing_and_features_of_another_for_chance() -> None:
+def test_samples_without_the_labels_are_ignored_and_without_the_features_scored_as_random() -> None:
     baselines = Baselines(BOTH)
-    fed(baselines, CLICK, 1, [1, 2], [1.0, 0.0])
+    add_sample(baselines, CLICK, 1, [1, 2], [1.0, 0.0])
     assert baselines.report()["item"]["overall"]["requests"] == 0
     other = schema_from_dict({"nro": [{"name": "x"}], "label": [{"name": "click", "action": "click"}]})
     baselines = Baselines(other)
     for n in range(40):
-        fed(baselines, CLICK, n, [1, 2], [1.0, 0.0], prices=[1, 2])
-    found = baselines.report()
+        add_sample(baselines, CLICK, n, [1, 2], [1.0, 0.0], prices=[1, 2])
+    report = baselines.report()
     assert (
-        found["linear"]["overall"] == found["random"]["overall"]
-        and found["item"]["overall"]["requests"] == 40
+        report["linear"]["overall"] == report["random"]["overall"]
+        and report["item"]["overall"]["requests"] == 40
     )
 
 
-def test_a_limit_on_items_forgets_those_with_few_views() -> None:
-    """Item 3 is always shown and clicked; every other item is new."""
+def test_the_limit_on_items_evicts_items_with_few_views() -> None:
+    """Item 3 is in each request and always clicked. Every other item is new."""
     baselines = Baselines(CLICK, max_items=50)
     for n in range(600):
         items = [3, 100 + 2 * n, 101 + 2 * n]
-        fed(baselines, CLICK, n, items, [1.0, 0.0, 0.0], time_ms=n * 1000)
-    found = baselines.report()
-    assert found["item"]["overall"]["request_auc"] > 0.95
-    assert found["recent"]["overall"]["request_auc"] > 0.95
+        add_sample(baselines, CLICK, n, items, [1.0, 0.0, 0.0], time_ms=n * 1000)
+    report = baselines.report()
+    assert report["item"]["overall"]["request_auc"] > 0.95
+    assert report["recent"]["overall"]["request_auc"] > 0.95
 
 
 def test_without_metrics_only_the_pairs_are_kept() -> None:
     paired = PairedRequests()
     baselines = Baselines(CLICK, paired=paired, keep_metrics=False)
     for n in range(20):
-        fed(baselines, CLICK, n, [1, 2], [1.0, 0.0])
+        add_sample(baselines, CLICK, n, [1, 2], [1.0, 0.0])
     assert baselines.report()["item"]["overall"]["requests"] == 0
     ids = np.arange(20)
     paired.add_model(

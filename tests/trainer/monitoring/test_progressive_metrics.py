@@ -1,4 +1,4 @@
-"""Every metric against a brute-force oracle, ties included; NE against TorchRec's."""
+"""Every metric equals a brute-force computation, with ties between scores. NE and AUC equal TorchRec's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trainer.monitoring.ranking_metrics import ScoreHistogram
 DAY_MS = 86_400_000
 
 
-def draw(seed: int, requests: int = 40, levels: int = 7, tasks: int = 1) -> ScoredBatch:
-    """Few levels of scores, so many ties; some requests have no candidates."""
+def random_batch(seed: int, requests: int = 40, levels: int = 7, tasks: int = 1) -> ScoredBatch:
+    """Draw a batch. It has few different scores, so many ties, and some requests have no candidates."""
     rng = np.random.default_rng(seed)
     counts_R = rng.integers(0, 15, requests)
     index_B = np.repeat(np.arange(requests), counts_R)
@@ -45,15 +45,15 @@ def one_request(score: list[float], label: list[float]) -> ScoredBatch:
     return ScoredBatch(score_S1, label_S1, weight_S1, np.zeros(len(score), dtype=np.int64), np.array([0]))
 
 
-def brute_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
+def brute_force_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
     p, n = label > 0, label <= 0
     wins = (score[p][:, None] > score[n]) + 0.5 * (score[p][:, None] == score[n])
     pair = weight[p][:, None] * weight[n]
     return float((wins * pair).sum() / pair.sum())
 
 
-def brute_order(score: np.ndarray, label: np.ndarray) -> tuple[float, float]:
-    """(MRR, nDCG@10): the mean over every order that sorts by score."""
+def brute_force_mrr_and_ndcg(score: np.ndarray, label: np.ndarray) -> tuple[float, float]:
+    """Compute (MRR, nDCG@10) as the mean over every order that sorts by score."""
     mrr, ndcg = [], []
     for order in itertools.permutations(range(len(score))):
         if any(score[a] < score[b] for a, b in itertools.pairwise(order)):
@@ -66,14 +66,16 @@ def brute_order(score: np.ndarray, label: np.ndarray) -> tuple[float, float]:
     return float(np.mean(mrr)), float(np.mean(ndcg))
 
 
-def counted(*batches: ScoredBatch, tasks: tuple[str, ...] = ("click",), max_scores: int = 1 << 18) -> Metrics:
+def compute_metrics(
+    *batches: ScoredBatch, tasks: tuple[str, ...] = ("click",), max_scores: int = 1 << 18
+) -> Metrics:
     metrics = Metrics(tasks, max_scores)
     for batch in batches:
         metrics.update(batch)
     return metrics
 
 
-def equals(
+def assert_report_equals(
     report: dict[str, object], expected: dict[str, object], *, without: tuple[str, ...] = ("tasks",)
 ) -> None:
     for name, value in expected.items():
@@ -83,13 +85,13 @@ def equals(
 
 def test_auc_counts_ties_as_half_and_candidates_by_weight_over_all_batches() -> None:
     random = np.random.default_rng(0)
-    batches = [draw(seed) for seed in range(12)]
+    batches = [random_batch(seed) for seed in range(12)]
     batches = [
         b._replace(weight_BT=random.integers(0, 4, b.weight_BT.shape).astype(np.float32)) for b in batches
     ]
     score, label, weight = (np.concatenate([b[i][:, 0] for b in batches]) for i in range(3))
-    report = counted(*batches).report()
-    assert report["auc"] == pytest.approx(brute_auc(score, label, weight), abs=1e-12)
+    report = compute_metrics(*batches).report()
+    assert report["auc"] == pytest.approx(brute_force_auc(score, label, weight), abs=1e-12)
     assert report["auc_error"] == 0
 
 
@@ -104,7 +106,7 @@ def test_auc_is_exact_for_any_scores(pairs: list[tuple[float, bool]]) -> None:
         assert counts.auc() is None
     else:
         assert counts.auc() == pytest.approx(
-            brute_auc(score, positive.astype(float), np.ones(len(score))), abs=1e-12
+            brute_force_auc(score, positive.astype(float), np.ones(len(score))), abs=1e-12
         )
 
 
@@ -133,108 +135,110 @@ def test_request_metrics_are_the_mean_over_all_orders_of_equal_scores() -> None:
     for r, n in enumerate(counts_R):
         score_n, label_n = score[index_B == r, 0], label[index_B == r, 0]
         if 0 < label_n.sum() < n:
-            aucs.append(brute_auc(score_n, label_n, np.ones(n)))
-            orders.append(brute_order(score_n, label_n))
-    report = counted(ScoredBatch(score, label, np.ones_like(label), index_B, np.arange(30))).report()
+            aucs.append(brute_force_auc(score_n, label_n, np.ones(n)))
+            orders.append(brute_force_mrr_and_ndcg(score_n, label_n))
+    report = compute_metrics(ScoredBatch(score, label, np.ones_like(label), index_B, np.arange(30))).report()
     assert report["request_auc"] == pytest.approx(np.mean(aucs), abs=1e-12)
     assert (report["mrr"], report["ndcg@10"]) == pytest.approx(tuple(np.mean(orders, axis=0)), abs=1e-12)
 
 
 def test_ndcg_looks_at_ten_ranks_only() -> None:
     label = [float(rank in (1, 11)) for rank in range(12)]
-    report = counted(one_request(np.linspace(0.9, 0.1, 12).tolist(), label)).report()
+    report = compute_metrics(one_request(np.linspace(0.9, 0.1, 12).tolist(), label)).report()
     assert report["ndcg@10"] == pytest.approx((1 / math.log2(3)) / (1 + 1 / math.log2(3)), abs=1e-12)
     assert report["mrr"] == pytest.approx((1 / 2 + 1 / 12) / 2, abs=1e-12)
 
 
 def test_one_update_of_several_metrics_counts_each_request_in_its_own() -> None:
-    batch = draw(9, requests=60)
-    of_R = np.arange(60) * 7 % 3
-    several = [Metrics(["click"], 1 << 18) for _ in range(4)]  # the last gets nothing
-    update_each(several, of_R, batch)
+    batch = random_batch(9, requests=60)
+    metric_index_R = np.arange(60) * 7 % 3
+    several = [Metrics(["click"], 1 << 18) for _ in range(4)]  # the last metrics get no request
+    update_each(several, metric_index_R, batch)
     for number, metrics in enumerate(several):
-        equals(metrics.report(), counted(batch.of_requests(of_R == number)).report())
+        assert_report_equals(
+            metrics.report(), compute_metrics(batch.of_requests(metric_index_R == number)).report()
+        )
 
 
 def test_ne_equals_torchrecs() -> None:
     from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
-    rng, batch = np.random.default_rng(2), draw(2)
+    rng, batch = np.random.default_rng(2), random_batch(2)
     batch.score_BT[:3] = [[0.0], [1.0], [1e-9]]
     batch = batch._replace(weight_BT=rng.random(batch.score_BT.shape).astype(np.float32))
     y, p, w = (torch.from_numpy(x[:, 0].astype(np.float64)) for x in (batch[1], batch[0], batch[2]))
     positive, negative = (w * y).sum(), (w * (1 - y)).sum()
-    theirs = compute_ne(compute_cross_entropy(y, p, w, 1e-12).sum(), w.sum(), positive, negative, 1e-12)
-    assert counted(batch).report()["ne"] == pytest.approx(float(theirs), abs=1e-9, rel=1e-9)
+    expected = compute_ne(compute_cross_entropy(y, p, w, 1e-12).sum(), w.sum(), positive, negative, 1e-12)
+    assert compute_metrics(batch).report()["ne"] == pytest.approx(float(expected), abs=1e-9, rel=1e-9)
 
 
 def test_auc_equals_torchrecs() -> None:
     from torchrec.metrics.auc import compute_auc
 
-    rng, batch = np.random.default_rng(3), draw(3, requests=200)
-    score_B = rng.permutation(len(batch.score_BT)) / len(
-        batch.score_BT
-    )  # no ties: TorchRec orders them anyhow
+    rng, batch = np.random.default_rng(3), random_batch(3, requests=200)
+    # Scores without ties, because TorchRec does not count a tie as half.
+    score_B = rng.permutation(len(batch.score_BT)) / len(batch.score_BT)
     weight_BT = rng.random(batch.score_BT.shape).astype(np.float32)
     batch = batch._replace(score_BT=score_B[:, None].astype(np.float32), weight_BT=weight_BT)
     p, y, w = (torch.from_numpy(x.T.astype(np.float64)) for x in batch[:3])
     first, second = np.arange(200) < 70, np.arange(200) >= 70
-    ours = counted(batch.of_requests(first), batch.of_requests(second)).report()["auc"]
-    assert ours == pytest.approx(float(compute_auc(1, [p], [y], [w])), abs=1e-9, rel=1e-9)
+    auc = compute_metrics(batch.of_requests(first), batch.of_requests(second)).report()["auc"]
+    assert auc == pytest.approx(float(compute_auc(1, [p], [y], [w])), abs=1e-9, rel=1e-9)
 
 
 def test_calibration_and_base_rate_count_a_label_above_zero_as_one_positive() -> None:
-    report = counted(one_request([0.2, 0.4, 0.6], [0, 3, 0])).report()
+    report = compute_metrics(one_request([0.2, 0.4, 0.6], [0, 3, 0])).report()
     assert report["base_rate"] == pytest.approx(1 / 3)
     assert report["calibration"] == pytest.approx(1.2, rel=1e-6)
 
 
-def test_weight_zero_leaves_a_candidate_out_of_that_task_only() -> None:
-    batch = draw(4, tasks=2)
+def test_weight_zero_excludes_a_candidate_from_that_task_only() -> None:
+    batch = random_batch(4, tasks=2)
     batch.weight_BT[: len(batch.weight_BT) // 2, 1] = 0
-    tasks = counted(batch, tasks=("click", "long_read")).report()["tasks"]
+    tasks = compute_metrics(batch, tasks=("click", "long_read")).report()["tasks"]
     assert isinstance(tasks, dict)
     kept = batch.weight_BT[:, 1] > 0
     assert (tasks["click"]["candidates"], tasks["long_read"]["candidates"]) == (len(kept), kept.sum())
-    expected = brute_auc(batch.score_BT[kept, 1], batch.label_BT[kept, 1], batch.weight_BT[kept, 1])
+    expected = brute_force_auc(batch.score_BT[kept, 1], batch.label_BT[kept, 1], batch.weight_BT[kept, 1])
     assert tasks["long_read"]["auc"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_undefined_metrics_are_none_and_the_report_is_json() -> None:
-    nothing, only_negatives = Metrics(["click"]).report(), counted(one_request([0.5, 0.5], [0, 0])).report()
+    nothing = Metrics(["click"]).report()
+    only_negatives = compute_metrics(one_request([0.5, 0.5], [0, 0])).report()
     assert nothing["requests"] == 0 and nothing["first_ms"] is None and nothing["last_ms"] is None
     for report in (nothing, only_negatives):
         assert all(report[k] is None for k in ("ne", "auc", "request_auc", "mrr", "calibration"))
-    without_candidates = counted(one_request([], [])).report()
+    without_candidates = compute_metrics(one_request([], [])).report()
     assert (without_candidates["requests"], without_candidates["candidates"]) == (1, 0)
-    json.dumps([nothing, only_negatives, counted(draw(1)).report()], allow_nan=False)
+    json.dumps([nothing, only_negatives, compute_metrics(random_batch(1)).report()], allow_nan=False)
 
 
 @pytest.mark.parametrize("max_scores", [1 << 18, 16])
-def test_state_loads_into_another_process_and_goes_on(max_scores: int) -> None:
-    first, second = draw(1, levels=300), draw(2, levels=300)
-    straight = counted(first, second, max_scores=max_scores)
+def test_metrics_continue_from_a_loaded_state(max_scores: int) -> None:
+    first, second = random_batch(1, levels=300), random_batch(2, levels=300)
+    uninterrupted = compute_metrics(first, second, max_scores=max_scores)
     resumed = Metrics(["click"], max_scores)
-    resumed.load({k: v.copy() for k, v in counted(first, max_scores=max_scores).state().items()})
+    resumed.load({k: v.copy() for k, v in compute_metrics(first, max_scores=max_scores).state().items()})
     resumed.update(second)
-    assert resumed.report() == straight.report()
+    assert resumed.report() == uninterrupted.report()
 
 
-def test_a_task_that_the_state_lacks_starts_at_nothing() -> None:
+def test_a_task_that_the_state_lacks_starts_at_zero() -> None:
     metrics = Metrics(["click", "new"])
-    metrics.load(counted(draw(1)).state())
+    metrics.load(compute_metrics(random_batch(1)).state())
     tasks = metrics.report()["tasks"]
     assert isinstance(tasks, dict)
     assert tasks["new"]["candidates"] == 0 and tasks["click"]["candidates"] > 0
 
 
 def summary(metrics: Metrics) -> dict[str, object]:
-    """What the heartbeat of one of several workers reports."""
+    """Return the summary that one of several workers sends with its heartbeat."""
     return metrics.mergeable_summary(SHARED_SCORES)
 
 
-def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_saved() -> None:
-    batch = draw(3)
+def test_the_absolute_error_of_an_amount_is_in_its_unit_and_is_merged_and_saved() -> None:
+    batch = random_batch(3)
     label = np.random.default_rng(0).exponential(20.0, batch.score_BT.shape).astype(np.float32)
     batch = batch._replace(label_BT=label, scale_T=[60.0])
     predicted = np.expm1(batch.score_BT.astype(np.float64) * math.log1p(60))
@@ -249,26 +253,26 @@ def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_saved() -> No
     loaded.load(right.state())
     assert loaded.report()["mae"] == expected
     assert merge_summaries([summary(whole), summary(right)])["tasks"]["read_s"]["mae"] == expected
-    event = counted(draw(3))
+    event = compute_metrics(random_batch(3))
     assert "mae" not in event.report() and "click.amount" not in event.state()
 
 
 def test_merged_metrics_and_summaries_equal_those_of_one_worker() -> None:
-    batches = [draw(seed) for seed in range(6)]
-    left, right = counted(*batches[:2]), counted(*batches[2:])
+    batches = [random_batch(seed) for seed in range(6)]
+    left, right = compute_metrics(*batches[:2]), compute_metrics(*batches[2:])
     merged = merge_summaries([summary(left), {}, summary(right)])
     left.merge(right)
-    whole = counted(*batches).report()
-    equals(left.report(), whole)
-    equals(merged, summarize(whole), without=("auc", "tasks"))
-    assert merged["auc"] == pytest.approx(whole["auc"], abs=1e-3), "of rounded scores"
+    whole = compute_metrics(*batches).report()
+    assert_report_equals(left.report(), whole)
+    assert_report_equals(merged, summarize(whole), without=("auc", "tasks"))
+    assert merged["auc"] == pytest.approx(whole["auc"], abs=1e-3), "workers send rounded scores"
     assert merged["tasks"].keys() == {"click"}
     alone = summary(right)
-    assert merge_summaries([summary(counted()), alone]) == summarize(right.report())
+    assert merge_summaries([summary(compute_metrics()), alone]) == summarize(right.report())
     assert merge_summaries([{}]) == {}
 
 
-def test_the_auc_of_two_workers_with_many_scores_is_that_of_one() -> None:
+def test_the_merged_auc_of_two_workers_with_many_scores_equals_that_of_one() -> None:
     random = np.random.default_rng(0)
     workers, whole = (Metrics(["click"]), Metrics(["click"])), Metrics(["click"])
     for worker in workers:
@@ -285,23 +289,23 @@ def test_the_auc_of_two_workers_with_many_scores_is_that_of_one() -> None:
 
 
 def test_metrics_are_unknown_if_a_worker_does_not_report_what_they_need() -> None:
-    left, right = (counted(draw(seed)) for seed in (1, 2))
+    left, right = (compute_metrics(random_batch(seed)) for seed in (1, 2))
     without_scores = left.mergeable_summary(0)
     merged = merge_summaries([without_scores, summary(right)])
     assert merged["auc"] is None and merged["ne"] is not None
-    old = summarize(left.report())  # a manifest of an older version
+    old = summarize(left.report())  # the form in manifests of an older version
     merged = merge_summaries([old, summary(right)])
     assert merged["ne"] is None and merged["requests"] == left.num_requests + right.num_requests
 
 
 def test_daily_metrics_split_by_request_time() -> None:
-    batch = draw(9, requests=30)
-    batch = batch._replace(time_ms_R=np.arange(30, dtype=np.int64) * (DAY_MS // 10))  # from 1970-01-01
+    batch = random_batch(9, requests=30)
+    batch = batch._replace(time_ms_R=np.arange(30, dtype=np.int64) * (DAY_MS // 10))  # starts at 1970-01-01
     daily = DailyMetrics(["click"], measure_from_ms=DAY_MS)
     daily.update(batch)
     report = daily.report()
-    assert report["overall"] == counted(batch).report()
-    assert report["measured"] == counted(batch.of_requests(np.arange(30) >= 10)).report()
+    assert report["overall"] == compute_metrics(batch).report()
+    assert report["measured"] == compute_metrics(batch.of_requests(np.arange(30) >= 10)).report()
     by_day = report["by_day"]
     assert isinstance(by_day, dict) and list(by_day) == ["1970-01-01", "1970-01-02", "1970-01-03"]
     assert [m["requests"] for m in by_day.values()] == [10, 10, 10]

@@ -1,4 +1,4 @@
-"""A frozen copy scores beside the model in training, and nothing of training changes by it."""
+"""A shadow is a frozen copy of a committed model that scores during training. It must not change training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NUMBERS = list(range(1, 41))
 NAME = "shadows/1-3.safetensors"
 
 
-def with_copy(every: int) -> Built:
+def build_with_shadow(every: int) -> Built:
     built = build(samples.records(NUMBERS))
     schema = samples.schema()
     built.loop.shadow = ShadowModel(build_model(schema, samples.MODEL, built.loop.config.seed), "1-3", every)
     return built
 
 
-def stored(schema: str = "") -> MemoryStore:
+def store_with_model(schema: str = "") -> MemoryStore:
     model = build_model(samples.schema(), samples.MODEL, 7)
     tensors = {f"model.{name}": value.numpy() for name, value in model.state_dict().items()}
     metadata = {
@@ -41,26 +41,28 @@ def stored(schema: str = "") -> MemoryStore:
 
 
 def test_a_shadow_does_not_change_training() -> None:
-    alone, beside = build(samples.records(NUMBERS)).train_all(), with_copy(1).train_all()
+    alone, with_shadow = build(samples.records(NUMBERS)).train_all(), build_with_shadow(1).train_all()
     for name, value in alone.loop.snapshot().shared.items():
-        np.testing.assert_array_equal(value, beside.loop.snapshot().shared[name], err_msg=name)
-    assert beside.predicted == alone.predicted
+        np.testing.assert_array_equal(value, with_shadow.loop.snapshot().shared[name], err_msg=name)
+    assert with_shadow.predicted == alone.predicted
 
 
 @pytest.mark.parametrize(("every", "candidates"), [(1, 120), (2, 60)])
 def test_a_shadow_is_counted_on_the_steps_that_it_scores(every: int, candidates: int) -> None:
-    loop = with_copy(every).train_all().loop
-    told = loop.partitions.windowed.report(loop.watermark_ms)["shadow"]
+    loop = build_with_shadow(every).train_all().loop
+    report = loop.partitions.windowed.report(loop.watermark_ms)["shadow"]
     assert (
-        told["shadow"]["all"]["click"]["candidates"]
-        == told["live"]["all"]["click"]["candidates"]
+        report["shadow"]["all"]["click"]["candidates"]
+        == report["live"]["all"]["click"]["candidates"]
         == candidates
     )
-    assert told["shadow"]["all"]["click"]["ne"] != told["live"]["all"]["click"]["ne"], "the copy stands still"
+    assert report["shadow"]["all"]["click"]["ne"] != report["live"]["all"]["click"]["ne"], (
+        "the shadow is not trained, so its scores must differ"
+    )
 
 
 def test_a_shadow_has_the_committed_weights() -> None:
-    copy = load_shadow_model(stored(), "1-3", samples.schema(), "cpu", 2)
+    copy = load_shadow_model(store_with_model(), "1-3", samples.schema(), "cpu", 2)
     expected = build_model(samples.schema(), samples.MODEL, 7).state_dict()
     assert (copy.version, copy.every) == ("1-3", 2)
     for name, value in copy.model.state_dict().items():
@@ -73,7 +75,7 @@ def test_an_unknown_version_or_another_schema_is_rejected() -> None:
     ):
         load_shadow_model(MemoryStore(), "9-9", samples.schema(), "cpu", 1)
     with pytest.raises(ConfigError, match="expected a shadow of schema"):
-        load_shadow_model(stored("0" * 16), "1-3", samples.schema(), "cpu", 1)
+        load_shadow_model(store_with_model("0" * 16), "1-3", samples.schema(), "cpu", 1)
 
 
 def test_a_rollback_restores_windows_and_slices() -> None:
@@ -82,23 +84,26 @@ def test_a_rollback_restores_windows_and_slices() -> None:
         built.loop.step()
     at, before = built.loop.snapshot(), built.loop.partitions.windowed.report(built.loop.watermark_ms)
     built.train_all()
-    whole = built.loop.partitions.windowed.report(built.loop.watermark_ms)
+    full_report = built.loop.partitions.windowed.report(built.loop.watermark_ms)
     built.loop.restore(at)
     assert built.loop.partitions.windowed.report(built.loop.watermark_ms) == before
     built.train_all()
-    again = built.loop.partitions.windowed.report(built.loop.watermark_ms)
-    assert counts(again) == counts(whole), "nothing is counted twice"
-    assert whole["windows"]["all"]["click"]["candidates"] == 120 and len(counts(whole)["user"]) == 13
+    report_after_restore = built.loop.partitions.windowed.report(built.loop.watermark_ms)
+    assert counts(report_after_restore) == counts(full_report), "nothing is counted twice"
+    assert (
+        full_report["windows"]["all"]["click"]["candidates"] == 120 and len(counts(full_report)["user"]) == 13
+    )
 
 
-def counts(told: dict[str, Any]) -> dict[str, Any]:
-    """Candidates and base rates, which don't depend on the rows (a fake shard doesn't roll back)."""
-    found = {
+def counts(report: dict[str, Any]) -> dict[str, Any]:
+    """Extract candidates and base rates. They do not depend on the rows, which a fake shard cannot roll
+    back."""
+    results = {
         slice_: {v: windows["all"]["click"] for v, windows in values.items()}
-        for slice_, values in told["slices"].items()
+        for slice_, values in report["slices"].items()
     }
-    found["windows"] = {window: tasks["click"] for window, tasks in told["windows"].items()}
+    results["windows"] = {window: tasks["click"] for window, tasks in report["windows"].items()}
     return {
         name: {v: (n["candidates"], n["base_rate"]) for v, n in values.items()}
-        for name, values in found.items()
+        for name, values in results.items()
     }

@@ -1,4 +1,4 @@
-"""The verdict compares model and baselines on the same requests."""
+"""The verdict states whether the model is better than the baselines on the same requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from trainer.monitoring.verdict import RULES, PairedRequests, RequestScores, Verdict, request_scores
 
-_SIZE = 10  # candidates of a request, of which one is clicked
+_SIZE = 10  # candidates of a request; one of them is clicked
 
 
 def scores_of(auc_N: np.ndarray, loss_N: np.ndarray | None = None) -> RequestScores:
@@ -15,7 +15,8 @@ def scores_of(auc_N: np.ndarray, loss_N: np.ndarray | None = None) -> RequestSco
 
 
 def add_model(paired: PairedRequests, ids: np.ndarray, scores: RequestScores, first: int = 0) -> None:
-    """Requests one second apart, of which the first was scored as number `first`."""
+    """Add the model's scores of requests that are one second apart. The first request has the number
+    `first`."""
     place_R = first + np.arange(len(ids))
     paired.add_model(
         ids.tolist(),
@@ -27,8 +28,9 @@ def add_model(paired: PairedRequests, ids: np.ndarray, scores: RequestScores, fi
     )
 
 
-def compared(model: RequestScores, rule: RequestScores, measure_from_ms: int = 0) -> Verdict:
-    """`item` is the best rule. The two sides arrive in different portions and orders."""
+def verdict_of(model: RequestScores, rule: RequestScores, measure_from_ms: int = 0) -> Verdict:
+    """Return the verdict on the model against `rule` (as `item`, the best baseline) and worse baselines.
+    Model and baselines arrive in different portions and orders."""
     rng, paired, ids = np.random.default_rng(0), PairedRequests(), np.arange(len(model.auc_R))
     rules = {
         name: rule if name == "item" else RequestScores(rule.auc_R - 0.1, rule.log_loss_R + 0.5)
@@ -48,49 +50,50 @@ def noise(n: int, seed: int) -> np.ndarray:
 
 def test_a_constant_difference_is_found_below_large_differences_between_requests() -> None:
     rule_N = noise(1000, 1)
-    verdict = compared(scores_of(rule_N + 0.002 + 0.001 * noise(1000, 2)), scores_of(rule_N))
+    verdict = verdict_of(scores_of(rule_N + 0.002 + 0.001 * noise(1000, 2)), scores_of(rule_N))
     auc = verdict.request_auc
     assert verdict.state == auc.state == "ahead" and auc.nearest == "item" and auc.ahead_since == 1
     item = auc.baselines["item"]
     assert item.difference == pytest.approx(0.0026, abs=1e-4) and 0 < item.low < item.difference < item.high
     assert auc.baselines["place"].difference == pytest.approx(item.difference + 0.1)
     assert sum(window.request_auc.requests for window in verdict.windows) == 1000
-    assert verdict.requests == auc.requests == 500, "the second half is judged"
+    assert verdict.requests == auc.requests == 500, "the verdict uses the second half of the requests"
     assert "ahead since request 1 " in verdict.sentence()
 
 
-def test_the_request_from_which_on_the_model_is_ahead_is_named() -> None:
+def test_the_verdict_names_the_first_request_from_which_the_model_stays_ahead() -> None:
     rule_N = noise(2000, 3)
     model_N = rule_N + np.where(np.arange(2000) < 800, -0.05, 0.05)
-    assert compared(scores_of(model_N), scores_of(rule_N)).request_auc.ahead_since == 801
-    assert compared(scores_of(model_N), scores_of(rule_N), measure_from_ms=1_900_000).requests == 100
+    assert verdict_of(scores_of(model_N), scores_of(rule_N)).request_auc.ahead_since == 801
+    assert verdict_of(scores_of(model_N), scores_of(rule_N), measure_from_ms=1_900_000).requests == 100
 
 
 def test_a_window_in_which_the_model_is_behind_moves_the_first_request() -> None:
     rule_N = noise(2000, 3)
     model_N = rule_N + np.where(np.arange(2000) // 200 == 6, -0.05, 0.05)
-    assert compared(scores_of(model_N), scores_of(rule_N)).request_auc.ahead_since == 1401
+    assert verdict_of(scores_of(model_N), scores_of(rule_N)).request_auc.ahead_since == 1401
 
 
 def test_the_model_is_behind_if_one_baseline_is_better_by_more_than_its_interval() -> None:
     rule_N = noise(1000, 6)
-    verdict = compared(scores_of(rule_N - 0.05 + 0.01 * noise(1000, 7)), scores_of(rule_N))
+    verdict = verdict_of(scores_of(rule_N - 0.05 + 0.01 * noise(1000, 7)), scores_of(rule_N))
     item = verdict.request_auc.baselines["item"]
     assert verdict.state == "behind" and item.low < item.difference < item.high < 0
-    assert verdict.request_auc.baselines["linear"].low > 0, "ahead of the others"
+    assert verdict.request_auc.baselines["linear"].low > 0, "the model is ahead of the other baselines"
     sentence = verdict.sentence()
     assert sentence.startswith(f"behind 'item' by {-item.difference:.4f} [{-item.high:.4f}, {-item.low:.4f}]")
 
 
 def test_differences_within_the_interval_are_undecided() -> None:
-    verdict = compared(scores_of(noise(1000, 4)), scores_of(noise(1000, 5)))
+    verdict = verdict_of(scores_of(noise(1000, 4)), scores_of(noise(1000, 5)))
     assert verdict.state == "undecided" and verdict.request_auc.ahead_since is None
     item = verdict.request_auc.baselines["item"]
     assert item.low < 0 < item.high and f"[{item.low:+.4f}, {item.high:+.4f}]" in verdict.sentence()
 
 
 def test_an_undecided_verdict_names_a_baseline_whose_interval_contains_0() -> None:
-    """Another baseline is nearer, but the model is better than that one beyond doubt."""
+    """Another baseline is nearer, but the model is clearly better than that one, because its interval is
+    above 0."""
     paired, ids, base_N = PairedRequests(), np.arange(1000), noise(1000, 8)
     add_model(paired, ids, scores_of(base_N))
     near = scores_of(base_N - 0.01 + 0.01 * (noise(1000, 9) - 0.6))
@@ -104,7 +107,7 @@ def test_an_undecided_verdict_names_a_baseline_whose_interval_contains_0() -> No
 
 def test_a_model_that_orders_well_is_behind_if_its_probabilities_are_worse() -> None:
     rule_N, loss_N = noise(1000, 1), noise(1000, 2)
-    verdict = compared(scores_of(rule_N + 0.05, loss_N + 0.1 * noise(1000, 3)), scores_of(rule_N, loss_N))
+    verdict = verdict_of(scores_of(rule_N + 0.05, loss_N + 0.1 * noise(1000, 3)), scores_of(rule_N, loss_N))
     assert (verdict.request_auc.state, verdict.ne.state, verdict.state) == ("ahead", "behind", "behind")
     first, second = verdict.sentence().split("; ")
     assert "in NE" in first and "ahead" in second
@@ -113,12 +116,13 @@ def test_a_model_that_orders_well_is_behind_if_its_probabilities_are_worse() -> 
 def test_requests_without_an_order_are_judged_by_ne_alone() -> None:
     rng = np.random.default_rng(4)
     auc_N, loss_N = np.full(1000, np.nan), rng.uniform(0.5, 2, 1000)
-    verdict = compared(scores_of(auc_N, loss_N - 0.1 * rng.random(1000)), scores_of(auc_N, loss_N))
+    verdict = verdict_of(scores_of(auc_N, loss_N - 0.1 * rng.random(1000)), scores_of(auc_N, loss_N))
     assert (verdict.request_auc.state, verdict.ne.state, verdict.state) == ("unknown", "ahead", "ahead")
 
 
-def test_ne_and_its_interval_are_those_of_a_bootstrap() -> None:
-    """NE by definition, and the interval of 2,000 resamples of requests; the base rate varies too."""
+def test_ne_and_its_interval_equal_those_of_a_bootstrap() -> None:
+    """NE equals its definition. The interval equals that of 2,000 resamples of requests, in which the base
+    rate varies too."""
     rng, n = np.random.default_rng(5), 600
     size_N = rng.integers(1, 30, n)
     index_B = np.repeat(np.arange(n), size_N)
@@ -158,7 +162,7 @@ _NOISE = {"model": 0.05, "rule": 0.08}
 
 
 def test_equal_models_are_called_ahead_or_behind_in_few_runs() -> None:
-    """Four baselines that differ from the model by noise only: at most about 5 % of the verdicts err."""
+    """Four baselines differ from the model by noise only. At most about 5 % of the verdicts are wrong."""
     rng, wrong = np.random.default_rng(6), 0
     for _ in range(200):
         paired, ids = PairedRequests(), np.arange(400)
@@ -185,7 +189,7 @@ def test_weights_of_requests_count() -> None:
 
 
 def test_few_requests_or_positives_have_no_verdict() -> None:
-    verdict = compared(scores_of(noise(150, 7)), scores_of(noise(150, 8)))
+    verdict = verdict_of(scores_of(noise(150, 7)), scores_of(noise(150, 8)))
     assert verdict.state == "unknown" and "at least 100" in verdict.sentence()
     assert PairedRequests().verdict().state == "unknown"
 

@@ -1,4 +1,4 @@
-"""Windows of event time and slices: what is counted where, and never twice."""
+"""Metrics by windows of event time and by slices: each candidate is counted once, in the right cells."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from trainer.monitoring.windowed_metrics import (
     without_scores,
 )
 
-H = 3_600_000
-T0 = 1_700_000_000_000 // H * H
+HOUR_MS = 3_600_000
+T0 = 1_700_000_000_000 // HOUR_MS * HOUR_MS
 
 
 def batch_of(seed: int = 0, *, close_ms: int = T0, requests: int = 8, partition: int = 0) -> Batch:
-    made = make_batch(make_schema("everything"), [5] * requests, seed)
+    batch = make_batch(make_schema("everything"), [5] * requests, seed)
     return dataclasses.replace(
-        made,
+        batch,
         close_ms_R=np.full(requests, close_ms),
         partition_R=np.full(requests, partition, dtype=np.int32),
-        weight_BT=np.ones_like(made.weight_BT),
+        weight_BT=np.ones_like(batch.weight_BT),
     )
 
 
@@ -52,37 +52,39 @@ def count(
     )
 
 
-def made(*names: str) -> WindowedMetrics:
+def make_metrics(*names: str) -> WindowedMetrics:
     schema = make_schema("everything")
     return WindowedMetrics(schema.tasks, build_slicers(schema, names))
 
 
-def counted(windowed: WindowedMetrics, watermark_ms: int) -> dict[str, int]:
+def candidates_by_window(windowed: WindowedMetrics, watermark_ms: int) -> dict[str, int]:
     windows = windowed.report(watermark_ms)["windows"]
     return {window: next(iter(tasks.values()))["candidates"] for window, tasks in windows.items()}
 
 
 def test_a_window_forgets_old_candidates_and_all_keeps_them() -> None:
-    windowed = made()
+    windowed = make_metrics()
     for hour in range(30):
-        count(windowed, batch_of(hour, close_ms=T0 + hour * H))
-    found = counted(windowed, T0 + 29 * H)
+        count(windowed, batch_of(hour, close_ms=T0 + hour * HOUR_MS))
+    found = candidates_by_window(windowed, T0 + 29 * HOUR_MS)
     assert (found["1h"], found["all"]) == (2 * 40, 30 * 40) and 24 * 40 < found["1d"] <= 30 * 40
-    assert counted(windowed, T0 + 60 * H) == {"all": 1200}, "nothing came in the last day"
-    assert len(windowed.cells.keys) <= 3 * 6, "and old buckets take no room"
+    assert candidates_by_window(windowed, T0 + 60 * HOUR_MS) == {"all": 1200}, (
+        "no candidate arrived in the last day"
+    )
+    assert len(windowed.cells.keys) <= 3 * 6, "old buckets must be deleted"
 
 
 def test_candidates_far_from_the_watermark_are_in_no_window() -> None:
-    windowed = made()
-    count(windowed, batch_of(close_ms=T0 + 2 * H), watermark_ms=T0)
-    count(windowed, batch_of(close_ms=T0 - 50 * H), watermark_ms=T0)
-    assert counted(windowed, T0) == {"all": 80, "1d": 40}, (
-        "two hours ahead may still be of the running part of a day"
+    windowed = make_metrics()
+    count(windowed, batch_of(close_ms=T0 + 2 * HOUR_MS), watermark_ms=T0)
+    count(windowed, batch_of(close_ms=T0 - 50 * HOUR_MS), watermark_ms=T0)
+    assert candidates_by_window(windowed, T0) == {"all": 80, "1d": 40}, (
+        "two hours ahead is within the current part of the day window"
     )
 
 
-def test_a_rollback_takes_counts_back_and_a_partition_can_move() -> None:
-    windowed, other = made("surface"), made("surface")
+def test_a_rollback_restores_counts_and_a_partition_can_move() -> None:
+    windowed, other = make_metrics("surface"), make_metrics("surface")
     count(windowed, batch_of(1, partition=0))
     count(windowed, batch_of(2, partition=1))
     cut = {place: windowed.state(place) for place in (0, 1)}
@@ -90,14 +92,14 @@ def test_a_rollback_takes_counts_back_and_a_partition_can_move() -> None:
     count(windowed, batch_of(3, partition=1))
     assert windowed.report(T0) != before
     windowed.load(1, cut[1])
-    assert windowed.report(T0) == before, "and what comes again is counted once"
+    assert windowed.report(T0) == before, "records after the rollback point must not stay counted"
     other.load(1, cut[1])
     other.load(0, cut[0])
     assert other.report(T0) == before
 
 
 def test_slices_count_each_value() -> None:
-    windowed, batch = made("surface"), batch_of(requests=9)
+    windowed, batch = make_metrics("surface"), batch_of(requests=9)
     count(windowed, batch)
     found = windowed.report(T0)["slices"]["surface"]
     assert set(found) == {"front", "mail", "missing"}
@@ -111,7 +113,7 @@ def test_slices_count_each_value() -> None:
 
 
 def test_values_beyond_the_limit_are_other() -> None:
-    windowed = made("surface")
+    windowed = make_metrics("surface")
     for n in range(5):
         texts = np.array([f"s{n}-{r}".encode() for r in range(8)], dtype=TEXT)
         count(windowed, dataclasses.replace(batch_of(n), surface_R=texts))
@@ -122,7 +124,7 @@ def test_values_beyond_the_limit_are_other() -> None:
 
 
 def test_the_shadow_and_the_model_are_counted_on_the_same_candidates() -> None:
-    windowed = made()
+    windowed = make_metrics()
     count(windowed, batch_of(1), shadow=0.9)
     count(windowed, batch_of(2))
     found = windowed.report(T0)["shadow"]
@@ -194,11 +196,11 @@ def test_candidate_age_needs_a_feature_that_has_it() -> None:
         build_slicers(schema_from_dict({**FEATURES, "transform": clipped}), ["candidate_age"])
 
 
-# Cells count as the exact metrics do, and a commit's state brings them back
+# Cells equal the exact metrics and are restored from the state in a commit
 
 
-def outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(scores, labels, weights), of a predictor that knows something."""
+def random_outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw (scores, labels, weights). A label is 1 with the probability of its score."""
     random = np.random.default_rng(seed)
     score_BT = random.beta(1, 6, (n, tasks)).astype(np.float32)
     label_BT = (random.random((n, tasks)) < score_BT).astype(np.float32)
@@ -206,7 +208,7 @@ def outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndar
 
 
 def test_a_cell_agrees_with_the_exact_metrics() -> None:
-    score_BT, label_BT, weight_BT = outcomes(5000)
+    score_BT, label_BT, weight_BT = random_outcomes(5000)
     exact = Metrics(("click", "buy"))
     zeros_B, zeros_R = np.zeros(5000, dtype=np.int64), np.zeros(1, dtype=np.int64)
     exact.update(ScoredBatch(score_BT, label_BT, weight_BT, zeros_B, zeros_R))
@@ -214,27 +216,27 @@ def test_a_cell_agrees_with_the_exact_metrics() -> None:
     cell = cells.number_of(("a",))
     losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
     cells.add(np.full(5000, cell), losses, np.arange(5000))
-    told = cells.report([("a",), ("unknown",)])
+    report = cells.report([("a",), ("unknown",)])
     for task, expected in exact.report()["tasks"].items():  # type: ignore[attr-defined]
         for name in ("candidates", "base_rate", "ne", "calibration"):
-            assert told[task][name] == pytest.approx(expected[name], rel=1e-6), (task, name)
-        assert told[task]["auc"] == pytest.approx(expected["auc"], abs=4e-3)
+            assert report[task][name] == pytest.approx(expected[name], rel=1e-6), (task, name)
+        assert report[task]["auc"] == pytest.approx(expected["auc"], abs=4e-3)
 
 
 def test_ne_online_compares_with_the_base_rate_known_before() -> None:
     cells, n = MetricCells(("click",)), 4000
-    label_BT, weight_BT = (
-        (np.arange(n) % 4 == 0).astype(np.float32)[:, None],
-        np.ones((n, 1), dtype=np.float32),
-    )
+    label_BT = (np.arange(n) % 4 == 0).astype(np.float32)[:, None]
+    weight_BT = np.ones((n, 1), dtype=np.float32)
     for start in range(0, n, 50):
         rows = slice(start, start + 50)
         base_BT = np.broadcast_to(cells.rates_T(("a",)), (50, 1))
         losses = CandidateLosses(base_BT, label_BT[rows], weight_BT[rows], base_BT)
         cells.add(np.full(50, cells.number_of(("a",))), losses, np.arange(50))
-    told = cells.report([("a",)])["click"]
-    assert told["ne_online"] == pytest.approx(1.0), "it can't beat itself"
-    assert 1.0 < told["ne"] < 1.01, "and what knows the rate only afterwards is a little better"
+    report = cells.report([("a",)])["click"]
+    assert report["ne_online"] == pytest.approx(1.0), (
+        "the score is the base rate known before, so both are equal"
+    )
+    assert 1.0 < report["ne"] < 1.01, "the final base rate predicts slightly better"
     assert cells.rates_T(("a",))[0] == pytest.approx(0.25, abs=1e-3)
 
 
@@ -250,14 +252,14 @@ def test_undefined_numbers_are_none(labels: float) -> None:
         CandidateLosses(score_BT, np.full((3, 1), labels), np.ones((3, 1)), score_BT * 0 + 0.5),
         np.arange(3),
     )
-    told = cells.report([("a",)])["click"]
-    assert told["ne"] is None and told["auc"] is None and told["base_rate"] == labels
-    assert (told["calibration"] is None) == (labels == 0)
+    report = cells.report([("a",)])["click"]
+    assert report["ne"] is None and report["auc"] is None and report["base_rate"] == labels
+    assert (report["calibration"] is None) == (labels == 0)
 
 
 def test_cells_add_up_and_can_be_saved_loaded_and_dropped() -> None:
     cells = MetricCells(("click",))
-    score_BT, label_BT, weight_BT = outcomes(300, tasks=1)
+    score_BT, label_BT, weight_BT = random_outcomes(300, tasks=1)
     losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
     keys = [(0, "a"), (0, "b"), (1, "a")]
     numbers = np.array([cells.number_of(key) for key in keys])
@@ -268,28 +270,28 @@ def test_cells_add_up_and_can_be_saved_loaded_and_dropped() -> None:
     assert other.keys == keys[:2] and other.report(keys[:2]) == cells.report(keys[:2])
     other.load(cells.state(lambda key: key[0] == 1))
     other.load(cells.state(lambda key: key[0] == 1))
-    assert other.report(keys) == whole, "what comes twice replaces"
+    assert other.report(keys) == whole, "loading the same cells again replaces them"
     other.drop(lambda key: key[1] == "a")
     assert other.keys == [(0, "b")] and other.report([(0, "b")]) == cells.report([(0, "b")])
     renamed = MetricCells(("buy",))
     renamed.load(cells.state(lambda key: True))
-    assert renamed.keys == [], "another task's numbers are nobody's"
+    assert renamed.keys == [], "the cells of another task are ignored"
 
 
 def test_merged_reports_of_two_workers_equal_those_of_one() -> None:
     cells, whole = [MetricCells(("click",)) for _ in range(2)], MetricCells(("click",))
-    for n, mine in enumerate(cells):
-        score_BT, label_BT, weight_BT = outcomes(500, tasks=1, seed=n)
+    for n, worker_cells in enumerate(cells):
+        score_BT, label_BT, weight_BT = random_outcomes(500, tasks=1, seed=n)
         losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
-        for each in (mine, whole):
+        for each in (worker_cells, whole):
             each.add(np.full(500, each.number_of(("a",))), losses, np.arange(500))
-    merge_summaries = merge_cell_reports([mine.report([("a",)])["click"] for mine in cells])
+    merged = merge_cell_reports([worker_cells.report([("a",)])["click"] for worker_cells in cells])
     expected = whole.report([("a",)])["click"]
-    assert merge_summaries.keys() == expected.keys() - {"scores"}
-    for name in merge_summaries:
-        assert merge_summaries[name] == pytest.approx(expected[name]), name
-    silent = [without_scores(mine.report([("a",)])["click"]) for mine in cells]
-    assert merge_cell_reports(silent)["auc"] is None, "sums do not give it"
+    assert merged.keys() == expected.keys() - {"scores"}
+    for name in merged:
+        assert merged[name] == pytest.approx(expected[name]), name
+    without_histograms = [without_scores(worker_cells.report([("a",)])["click"]) for worker_cells in cells]
+    assert merge_cell_reports(without_histograms)["auc"] is None, "AUC needs the histograms of scores"
     empty = MetricCells(("click",)).report([])["click"]
     assert (
         merge_cell_reports([empty, expected]) == without_scores(expected)

@@ -1,4 +1,5 @@
-"""Who is trained is a function of the request alone, and what is kept stands for what isn't."""
+"""Selection decides by a hash of the request's id whether a request is trained. Weights of the kept requests
+make up for the skipped ones."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def with_labels(batch: Batch, positive_R: np.ndarray) -> Batch:
     return dataclasses.replace(batch, label_BT=label_BT)
 
 
-def decided(batch: Batch, policy: str, keep: float = 0.5, **more: object) -> Decision:
+def make_decision(batch: Batch, policy: str, keep: float = 0.5, **more: object) -> Decision:
     return decide(batch, SelectionConfig(policy=policy, keep=keep, **more), seed=7)  # type: ignore[arg-type]
 
 
@@ -50,13 +51,13 @@ def test_draws_are_the_documented_function_of_id_and_seed() -> None:
 def test_a_request_with_a_positive_is_always_trained_with_weight_one() -> None:
     batch = batch_of(list(range(1, 101)))
     positive_R = np.arange(100) % 4 == 0
-    found = decided(with_labels(batch, positive_R), "negatives", keep=0.25)
-    assert found.kept_R[positive_R].all() and (found.weight_R[positive_R] == 1).all()
-    assert set(found.weight_R[~positive_R].tolist()) == {0.0, 4.0}
-    assert 10 < found.kept_R[~positive_R].sum() < 30
+    decision = make_decision(with_labels(batch, positive_R), "negatives", keep=0.25)
+    assert decision.kept_R[positive_R].all() and (decision.weight_R[positive_R] == 1).all()
+    assert set(decision.weight_R[~positive_R].tolist()) == {0.0, 4.0}
+    assert 10 < decision.kept_R[~positive_R].sum() < 30
 
 
-def test_positives_have_weight_and_include_labels_that_a_correction_takes_back() -> None:
+def test_positives_need_a_weight_and_include_labels_that_a_correction_removes() -> None:
     batch = batch_of([1, 2])
     before = np.zeros_like(batch.label_BT)
     batch = dataclasses.replace(batch, label_BT=np.ones_like(before), weight_BT=np.zeros_like(before))
@@ -73,9 +74,9 @@ def test_positives_have_weight_and_include_labels_that_a_correction_takes_back()
 @given(cut=st.integers(1, 39), seed=st.integers(0, 5))
 def test_decisions_do_not_depend_on_order_or_batch(policy: str, cut: int, seed: int) -> None:
     batch = with_labels(batch_of(list(range(1, 41))), np.arange(40) % 3 == 0)
-    whole = decided(batch, policy)
+    whole = make_decision(batch, policy)
     order = np.random.default_rng(seed).permutation(40)
-    parts = [decided(batch.take_requests(rows), policy) for rows in (order[:cut], order[cut:])]
+    parts = [make_decision(batch.take_requests(rows), policy) for rows in (order[:cut], order[cut:])]
     for name in Decision._fields:
         assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(whole, name)[order]).all()
 
@@ -87,18 +88,18 @@ def test_kept_requests_represent_all_requests_in_metrics_and_loss(policy: str) -
     batch = with_labels(batch_of(list(range(1, n + 1))), positive_R)
     for seed in range(60):
         ids = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, n)
-        found = decide(
+        decision = decide(
             dataclasses.replace(batch, sample_id_R=ids), SelectionConfig(policy=policy, keep=0.25), seed
         )  # type: ignore[arg-type]
         each = {"negatives": np.where(positive_R, 1.0, 4.0), "random": np.full(n, 4.0)}[policy]
-        assert (found.stands_for_R == np.where(found.kept_R, each, 0)).all()
-        weight_R = found.stands_for_R if policy == "negatives" else found.kept_R
-        assert (found.weight_R == weight_R).all()
+        assert (decision.stands_for_R == np.where(decision.kept_R, each, 0)).all()
+        weight_R = decision.stands_for_R if policy == "negatives" else decision.kept_R
+        assert (decision.weight_R == weight_R).all()
         skipped = {"negatives": NEGATIVE, "random": RANDOM}[policy]
-        assert (found.reason_R == np.where(found.kept_R, TRAINED, skipped)).all()
-        stood.append(float(found.stands_for_R.sum()))
+        assert (decision.reason_R == np.where(decision.kept_R, TRAINED, skipped)).all()
+        stood.append(float(decision.stands_for_R.sum()))
     assert abs(np.mean(stood) - n) < 4 * np.sqrt(n * 0.75 / 0.25 / len(stood))
-    assert (decided(batch, "slipstream").stands_for_R == 1).all()
+    assert (make_decision(batch, "slipstream").stands_for_R == 1).all()
 
 
 def test_scoring_only_kept_requests_is_rejected_for_slipstream() -> None:
@@ -116,6 +117,8 @@ def test_slipstream_skips_the_stale_requests_only() -> None:
 
 
 def test_probes_are_a_share_of_the_skipped_requests() -> None:
-    found = decided(with_labels(batch_of(list(range(1, 401))), np.zeros(400, np.bool_)), "random", probe=0.25)
-    assert not found.probe_R[found.kept_R].any()
-    assert 0.12 < found.probe_R.sum() / (~found.kept_R).sum() < 0.38
+    decision = make_decision(
+        with_labels(batch_of(list(range(1, 401))), np.zeros(400, np.bool_)), "random", probe=0.25
+    )
+    assert not decision.probe_R[decision.kept_R].any()
+    assert 0.12 < decision.probe_R.sum() / (~decision.kept_R).sum() < 0.38

@@ -1,4 +1,5 @@
-"""Gradients of rows that hardly move wait, none is lost, and a row that moves again is pushed at once."""
+"""Deferral collects the gradients of rows that hardly change and pushes them later. No gradient is lost, and
+a row that changes again is pushed at once."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ def schema(expire_after_ms: int = 0, dim: int = D) -> Schema:
     )
 
 
-class Rows:
-    """Rows at zero that go down by RATE times what is pushed; and what was given for each in all."""
+class SimulatedRows:
+    """Simulated embedding rows. They start at zero, decrease by RATE times the pushed gradients, and record
+    the given and the pushed gradients of each row."""
 
     def __init__(self, deferral: Deferral) -> None:
         self.deferral, self.table = deferral, deferral.schema.tables[0].id
@@ -55,51 +57,52 @@ class Rows:
             self.num_pushes[i] = self.num_pushes.get(i, 0) + 1
 
 
-def build(**settings: float) -> Rows:
-    return Rows(Deferral(DeferralConfig(**{"share": 0.5, "min_visits": 3, **settings}), schema()))  # type: ignore[arg-type]
+def make_rows(**settings: float) -> SimulatedRows:
+    return SimulatedRows(Deferral(DeferralConfig(**{"share": 0.5, "min_visits": 3, **settings}), schema()))  # type: ignore[arg-type]
 
 
-def by_hand(
+def expected_pushes(
     config: DeferralConfig, batches: list[tuple[list[int], np.ndarray, np.ndarray, int]], late_ms: int
 ) -> list[list[Any]]:
-    """What is pushed of each batch of (ids, rows, gradients, time), as the module's first lines say it."""
+    """Compute the pushes for each batch of (ids, rows, gradients, time) by the formula in the module
+    docstring of trainer/selection/deferral.py."""
     known: dict[int, dict[str, Any]] = {}
     recent, T, out = list[np.float32](), np.float32(-np.inf), []
     f, zero_D = np.float32, np.zeros(D, np.float32)
     for take, (ids, row_UD, gradient_UD, now_ms) in enumerate(batches, 1):
         for i, row_D in zip(ids, row_UD, strict=True):
-            its = known.setdefault(
+            state = known.setdefault(
                 i, {"v": 0, "m": f(np.inf), "b": zero_D, "c": 0, "carried": 0, "pushed_ms": 0, "w": zero_D}
             )
-            if its["carried"]:
+            if state["carried"]:
                 d = f(
-                    math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(row_D, its["w"], strict=True)))
-                    / its["carried"]
+                    math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(row_D, state["w"], strict=True)))
+                    / state["carried"]
                 )
-                its["m"], its["carried"] = (
-                    d if np.isinf(its["m"]) else f(0.9) * its["m"] + (f(1) - f(0.9)) * d,
+                state["m"], state["carried"] = (
+                    d if np.isinf(state["m"]) else f(0.9) * state["m"] + (f(1) - f(0.9)) * d,
                     0,
                 )
-            its["v"] += 1
-            if its["v"] >= config.min_visits and np.isfinite(its["m"]):
-                recent = [*recent, its["m"]][-config.window :]
+            state["v"] += 1
+            if state["v"] >= config.min_visits and np.isfinite(state["m"]):
+                recent = [*recent, state["m"]][-config.window :]
         if recent and (take < 8 or take % 8 == 0):
             T = sorted(recent)[math.ceil(config.share * len(recent) - 1e-9) - 1]
         pushed = []
         for i, row_D, g_D in zip(ids, row_UD, gradient_UD, strict=True):
-            its = known[i]
-            is_calm, may_wait = its["m"] <= T, now_ms - its["pushed_ms"] < late_ms
-            if its["v"] >= config.min_visits and is_calm and its["c"] < config.visits - 1 and may_wait:
-                its["b"], its["c"] = its["b"] + g_D, its["c"] + 1
+            state = known[i]
+            is_calm, may_wait = state["m"] <= T, now_ms - state["pushed_ms"] < late_ms
+            if state["v"] >= config.min_visits and is_calm and state["c"] < config.visits - 1 and may_wait:
+                state["b"], state["c"] = state["b"] + g_D, state["c"] + 1
                 continue
-            pushed.append((i, (its["b"] + g_D).tobytes()))
-            its.update(w=row_D, b=zero_D, carried=its["c"] + 1, c=0, pushed_ms=now_ms)
+            pushed.append((i, (state["b"] + g_D).tobytes()))
+            state.update(w=row_D, b=zero_D, carried=state["c"] + 1, c=0, pushed_ms=now_ms)
         out.append(pushed)
     return out
 
 
-def still_and_moving(rows: Rows, visits: int) -> None:
-    """Row 1 hardly moves, row 2 does."""
+def visit_still_and_moving_row(rows: SimulatedRows, visits: int) -> None:
+    """Visit row 1, which hardly changes, and row 2, which does."""
     for _ in range(visits):
         rows.visit({1: 1e-4, 2: 1.0})
 
@@ -118,25 +121,25 @@ def test_pushes_equal_those_of_the_formula_bit_for_bit(expire_after_ms: int) -> 
         batches.append((ids, row_UD, gradient_UD, 5 * step))
     num_waited = 0
     for (ids, *arrays, now_ms), expected in zip(
-        batches, by_hand(config, batches, expire_after_ms // 4 or 1 << 62), strict=True
+        batches, expected_pushes(config, batches, expire_after_ms // 4 or 1 << 62), strict=True
     ):
         row_UD, gradient_UD = arrays
         keys = StackLookup(np.full(len(ids), deferral.schema.tables[0].id, np.uint32), np.array(ids), {})
         pushed = deferral.take(Lookup({STACK: keys}), {STACK: row_UD}, {STACK: gradient_UD}, now_ms)
-        its = pushed.lookup.stacks[STACK]
-        assert its.table_U.tolist() == [deferral.schema.tables[0].id] * len(expected)
+        pushed_rows = pushed.lookup.stacks[STACK]
+        assert pushed_rows.table_U.tolist() == [deferral.schema.tables[0].id] * len(expected)
         assert [
-            (i, g.tobytes()) for i, g in zip(its.id_U.tolist(), pushed.gradients[STACK], strict=True)
+            (i, g.tobytes()) for i, g in zip(pushed_rows.id_U.tolist(), pushed.gradients[STACK], strict=True)
         ] == expected
         num_waited += len(ids) - len(expected)
     assert num_waited > 50
 
 
 def test_a_row_that_hardly_moves_is_deferred_until_it_moves_again() -> None:
-    rows = build(visits=4)
-    still_and_moving(rows, 200)
-    assert rows.num_pushes[2] == 200, "what moves is pushed at each visit"
-    assert 50 <= rows.num_pushes[1] < 75, "the first visits, then one in four"
+    rows = make_rows(visits=4)
+    visit_still_and_moving_row(rows, 200)
+    assert rows.num_pushes[2] == 200, "a row that changes is pushed at each visit"
+    assert 50 <= rows.num_pushes[1] < 75, "the first visits are pushed, then one in four"
     report = rows.deferral.report()
     assert report["row_visits"] == 400 and report["row_pushes"] == 200 + rows.num_pushes[1]
     for _ in range(80):
@@ -147,7 +150,7 @@ def test_a_row_that_hardly_moves_is_deferred_until_it_moves_again() -> None:
 
 
 def test_a_flush_pushes_all_deferred_gradients() -> None:
-    rows, random = build(visits=8), np.random.default_rng(0)
+    rows, random = make_rows(visits=8), np.random.default_rng(0)
     for _ in range(300):
         ids = np.unique(random.integers(0, 30, 8))
         rows.visit({int(i): float(random.normal() * (0.001 if i % 2 else 1)) for i in ids})
@@ -160,19 +163,19 @@ def test_a_flush_pushes_all_deferred_gradients() -> None:
 
 def test_choice_random_defers_rows_independently_of_movement() -> None:
     config = DeferralConfig(share=0.5, min_visits=3, visits=4, choice="random")
-    rows = Rows(Deferral(config, schema()))
+    rows = SimulatedRows(Deferral(config, schema()))
     for _ in range(40):
         rows.visit({i: 1.0 for i in range(40)})
     waited = [i for i, pushes in rows.num_pushes.items() if pushes < 40]
     assert 10 <= len(waited) <= 30
 
 
-def test_watched_rows_are_bounded_and_no_deferred_gradient_is_forgotten() -> None:
-    rows, random = build(visits=8, max_rows=16), np.random.default_rng(1)
+def test_the_number_of_watched_rows_is_bounded_and_no_gradient_is_lost() -> None:
+    rows, random = make_rows(visits=8, max_rows=16), np.random.default_rng(1)
     for step in range(150):
         new = {1000 + 4 * step + n: 1.0 for n in range(4)}
         rows.visit({**{i: 1e-4 for i in range(3)}, **new})
-        assert all(len(its.rows) <= 16 for its in rows.deferral.stacks.values())
+        assert all(len(stack.rows) <= 16 for stack in rows.deferral.stacks.values())
         if random.random() < 0.02:
             rows.visit({5_000_000 + n: 1.0 for n in range(40)})
     assert rows.deferral.report()["row_deferred_share"] > 0.1  # type: ignore[operator]
@@ -182,16 +185,16 @@ def test_watched_rows_are_bounded_and_no_deferred_gradient_is_forgotten() -> Non
 
 
 def test_g11_a_restored_state_continues_bit_for_bit() -> None:
-    first = build(visits=4, max_rows=40)
+    first = make_rows(visits=4, max_rows=40)
     random = np.random.default_rng(2)
     batches = [
         {int(i): float(random.normal()) for i in np.unique(random.integers(0, 60, 10))} for _ in range(120)
     ]
     for gradients in batches[:70]:
         first.visit(gradients)
-    kept = {name: value.copy() for name, value in first.deferral.state().items()}
-    second = build(visits=4, max_rows=40)
-    second.deferral.load(kept)
+    saved = {name: value.copy() for name, value in first.deferral.state().items()}
+    second = make_rows(visits=4, max_rows=40)
+    second.deferral.load(saved)
     second.value, second.num_pushes = dict(first.value), dict(first.num_pushes)
     for gradients in batches[70:]:
         first.visit(gradients)
@@ -204,13 +207,13 @@ def test_g11_a_restored_state_continues_bit_for_bit() -> None:
 
 
 def test_rows_of_another_width_or_an_unknown_table_are_forgotten() -> None:
-    rows = build()
-    still_and_moving(rows, 20)
-    kept = rows.deferral.state()
+    rows = make_rows()
+    visit_still_and_moving_row(rows, 20)
+    saved = rows.deferral.state()
     wider = Deferral(rows.deferral.config, schema(dim=4))
-    wider.load({name.replace("d2-", "d4-"): value for name, value in kept.items()})
+    wider.load({name.replace("d2-", "d4-"): value for name, value in saved.items()})
     assert len(wider.stacks["d4-adagrad"].rows) == 0
-    kept[f"deferral.{STACK}.table"] = kept[f"deferral.{STACK}.table"] + np.uint32(1)
-    other = build()
-    other.deferral.load(kept)
+    saved[f"deferral.{STACK}.table"] = saved[f"deferral.{STACK}.table"] + np.uint32(1)
+    other = make_rows()
+    other.deferral.load(saved)
     assert len(other.deferral.stacks[STACK].rows) == 0

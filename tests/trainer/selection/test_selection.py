@@ -1,5 +1,5 @@
-"""The loop with selection: what is trained, scored and told, through restores, and nothing at all while it is
-off."""
+"""The training loop with selection: which requests it trains, scores and counts, and what a restore brings
+back. Without selection nothing changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows(built: Built) -> dict[tuple[int, int], bytes]:
     return {key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()}
 
 
-def accounted(built: Built) -> dict[str, int]:
+def outcome_counts(built: Built) -> dict[str, int]:
     assert unaccounted_requests(built.loop.outcomes.total) == 0
     return {name: n for name, n in built.loop.outcomes.total.items() if n}
 
@@ -70,7 +70,7 @@ def test_policy_off_equals_keeping_everything_and_has_no_state() -> None:
     kept = build(N60, selection=SelectionConfig(policy="random", keep=1.0)).train_all()
     assert weights(off) == weights(kept) and rows(off) == rows(kept)
     assert [p.SerializeToString() for p in off.predicted] == [p.SerializeToString() for p in kept.predicted]
-    assert off.loop.selection.state() == {} and accounted(off) == {"taken": 60, "trained": 60}
+    assert off.loop.selection.state() == {} and outcome_counts(off) == {"taken": 60, "trained": 60}
 
 
 def test_skipped_requests_are_scored_and_counted_but_not_trained() -> None:
@@ -81,9 +81,9 @@ def test_skipped_requests_are_scored_and_counted_but_not_trained() -> None:
     assert sorted(p.sample_id for p in built.predicted) == NUMBERS and all(p.scores for p in built.predicted)
     trained = [p for p in built.predicted if p.disposition == pb.DISPOSITION_TRAINED]
     assert {(round(p.train_weight, 4), any(p.labels)) for p in trained} == {(0.0, True), (3.3333, False)}
-    assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
+    assert outcome_counts(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
     assert built.offsets() == [30, 30] and built.loop.watermark_ms == samples.T0 + 60_500, (
-        "as if they were trained"
+        "skipped requests advance offsets and watermark"
     )
     assert built.loop.report()["requests"] == 60 and built.loop.counts.requests == 60
 
@@ -95,7 +95,7 @@ def test_skipped_requests_are_scored_with_the_weights_from_before_their_chunk() 
         off.loop.step()
     on.shard.rows = {key: row.copy() for key, row in off.shard.rows.items()}
     on.loop.restore(off.loop.snapshot())
-    assert off.loop.step() and on.loop.step() and 0 < accounted(on)["random"] < 4
+    assert off.loop.step() and on.loop.step() and 0 < outcome_counts(on)["random"] < 4
     expected = {p.sample_id: p.scores[0] for p in off.predicted[-4:]}
     assert {p.sample_id: p.scores[0] for p in on.predicted} == pytest.approx(expected, rel=1e-5)
 
@@ -114,7 +114,7 @@ def test_probes_represent_all_skipped_requests_and_the_others_have_no_scores() -
     assert task["weight"] == 60 - len(skipped) + 2 * len(probed) and built.loop.selection.report()[
         "probed"
     ] == len(probed)
-    assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
+    assert outcome_counts(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
 
 
 @pytest.mark.parametrize("policy", ["negatives", "random"])
@@ -123,25 +123,29 @@ def test_scoring_only_kept_requests_trains_the_same_and_represents_all(policy: A
     every = build(CLICKS, selection=config).train_all()
     kept = build(CLICKS, selection=dataclasses.replace(config, score="kept")).train_all()
     assert weights(every) == weights(kept) and rows(every) == rows(kept), (
-        "to the bit: what is scored changes nothing"
+        "scoring fewer requests must not change training"
     )
     skipped = skipped_numbers(config)
     before = {p.sample_id: p for p in every.predicted}
-    assert sorted(p.sample_id for p in kept.predicted) == NUMBERS and accounted(kept) == accounted(every)
+    assert sorted(p.sample_id for p in kept.predicted) == NUMBERS and outcome_counts(kept) == outcome_counts(
+        every
+    )
     expected = {"weight": 0.0, "positive": 0.0}
     for prediction in kept.predicted:
         scored = pb.Prediction.FromString(prediction.SerializeToString())
         scored.ClearField("metric_weight")
         if prediction.sample_id in skipped:
-            assert not prediction.scores and prediction.metric_weight == 0, "it is in no metric"
+            assert not prediction.scores and prediction.metric_weight == 0, (
+                "a skipped request must not be in the metrics"
+            )
             scored.scores.extend(before[prediction.sample_id].scores)
         else:
             represents = 1.0 if policy == "negatives" and any(prediction.labels) else 1 / 0.3
-            metric_weight = 0.0 if represents == 1 else represents  # 1 is not written
+            metric_weight = 0.0 if represents == 1 else represents  # a weight of 1 is stored as 0
             assert prediction.metric_weight == pytest.approx(metric_weight)
             expected["weight"] += represents
             expected["positive"] += represents * sum(prediction.labels)
-        assert scored == before[prediction.sample_id], "all else is the same"
+        assert scored == before[prediction.sample_id], "all other fields must be equal"
     found = kept.loop.partitions.metrics().sums()["click"]
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert kept.loop.counts.requests == 60 and kept.loop.selection.report()["probed"] == 0
@@ -152,10 +156,10 @@ def test_request_metrics_count_a_probe_as_often_as_it_represents_others() -> Non
 
     score, label = np.array([[0.9], [0.1], [0.2], [0.8]]), np.array([[1.0], [0.0], [1.0], [0.0]])
     index_B, time_ms_R = np.array([0, 0, 1, 1]), np.zeros(2, np.int64)
-    metrics, stands = Metrics(["click"]), np.array([1.0, 3.0])
-    weight_BT = stands[index_B][:, None]
-    metrics.update(ScoredBatch(score, label, weight_BT, index_B, time_ms_R, importance_R=stands))
-    assert metrics.report()["request_auc"] == 0.25, "one of four requests is in order"
+    metrics, represents_R = Metrics(["click"]), np.array([1.0, 3.0])
+    weight_BT = represents_R[index_B][:, None]
+    metrics.update(ScoredBatch(score, label, weight_BT, index_B, time_ms_R, importance_R=represents_R))
+    assert metrics.report()["request_auc"] == 0.25, "one of four represented requests is ordered correctly"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +172,8 @@ def test_g11_a_restored_loop_skips_the_same_requests_and_ends_in_the_same_bits(
         "selection": SelectionConfig(policy=policy, keep=0.4, score=score),
         "deferral": DeferralConfig(share=0.8, min_visits=2, visits=4),
     }
-    whole, _ = assert_a_restored_loop_continues_bit_equal(N60, 6, exact=True, **settings)
-    assert whole.loop.selection.state(), "there is something to lose"
+    uninterrupted, _ = assert_a_restored_loop_continues_bit_equal(N60, 6, exact=True, **settings)
+    assert uninterrupted.loop.selection.state(), "the state must not be empty, or the test shows nothing"
 
 
 def test_frozen_requests_are_not_judged_and_flush_deferred_gradients() -> None:
@@ -181,7 +185,7 @@ def test_frozen_requests_are_not_judged_and_flush_deferred_gradients() -> None:
         if built.loop.watermark_ms > freeze_at_ms + 5_000:
             assert waits is not None and waits.num_waiting == 0
     skipped = {n for n in skipped_numbers(NEGATIVES) if n < 40}
-    assert accounted(built) == {
+    assert outcome_counts(built) == {
         "taken": 60,
         "trained": 39 - len(skipped),
         "negative": len(skipped),
@@ -216,7 +220,7 @@ def test_a_non_finite_batch_does_not_change_deferred_gradients(monkeypatch: pyte
     built.train_all()
     assert (
         built.loop.outcomes.total["non_finite"] == built.loop.counts.non_finite > 0
-        and accounted(built)["taken"] == 60
+        and outcome_counts(built)["taken"] == 60
     )
 
 
@@ -230,7 +234,7 @@ def test_a_correction_of_a_skipped_negative_is_trained() -> None:
         partitions=(("samples", 0), ("samples", 1), ("corrections", 0), ("corrections", 1)),
     ).train_all()
     assert built.loop.counts.corrections == 1 and built.pushes()[number] == 1
-    assert accounted(built)["taken"] == 60
+    assert outcome_counts(built)["taken"] == 60
 
 
 def test_the_loss_is_divided_by_the_number_of_kept_candidates() -> None:
@@ -244,7 +248,7 @@ def test_the_loss_is_divided_by_the_number_of_kept_candidates() -> None:
     )
     assert float(loss(logits, targets)) == pytest.approx(9 * np.log(2) / 3)
     assert float(loss(logits, Targets(label, targets.weight_BT))) == pytest.approx(np.log(2)), (
-        "the sum of weights cancels them"
+        "without total_T the loss is divided by the sum of weights"
     )
     assert selection.weight_targets(Targets(label, label), part) == Targets(label, label)
 
@@ -254,10 +258,10 @@ SLIPSTREAM = SlipstreamConfig(
 )
 
 
-SLIPPING = SelectionConfig(policy="slipstream", slipstream=SLIPSTREAM)
+SLIPSTREAM_SELECTION = SelectionConfig(policy="slipstream", slipstream=SLIPSTREAM)
 
 
-def returning_users(count: int) -> list[Record]:
+def repeated_users(count: int) -> list[Record]:
     numbers = list(range(1, count + 1))
     return [
         r._replace(value=samples.sample(n, user=n % 5 + 1))
@@ -265,19 +269,19 @@ def returning_users(count: int) -> list[Record]:
     ]
 
 
-def slipping(**more: Any) -> Built:
-    return build(returning_users(240), selection=SLIPPING, exact=True, **more)
+def build_with_slipstream(**more: Any) -> Built:
+    return build(repeated_users(240), selection=SLIPSTREAM_SELECTION, exact=True, **more)
 
 
 def test_slipstream_skips_stale_inputs_after_its_snapshots() -> None:
-    built = slipping().train_all()
+    built = build_with_slipstream().train_all()
     skipped = {p.step for p in built.predicted if p.disposition == pb.DISPOSITION_STALE}
     assert skipped and min(skipped) > SLIPSTREAM.last_snapshot + 16
     report = built.loop.selection.report()
     assert (
         report["slipstream_phase"] == 2 and report["slipstream_hot_rows"] == 12 and report["skip_share"] > 0.1
     )
-    assert accounted(built)["stale"] == len(
+    assert outcome_counts(built)["stale"] == len(
         [p for p in built.predicted if p.disposition == pb.DISPOSITION_STALE]
     )
     assert 0 <= report["slipstream_unvisited_share"] < 1
@@ -286,28 +290,30 @@ def test_slipstream_skips_stale_inputs_after_its_snapshots() -> None:
 
 
 def test_slipstream_takes_snapshots_at_the_configured_steps() -> None:
-    its, looked, at = (
-        SlipstreamPolicy(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()),
-        list[int](),
-        0,
-    )
+    policy = SlipstreamPolicy(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema())
+    steps_with_snapshot, step = list[int](), 0
 
     def pull(lookup: Lookup) -> dict[str, np.ndarray]:
-        looked.append(at)
-        return {stack: np.zeros((len(of.id_U), 1), np.float32) for stack, of in lookup.stacks.items()}
+        steps_with_snapshot.append(step)
+        return {
+            stack: np.zeros((len(stack_lookup.id_U), 1), np.float32)
+            for stack, stack_lookup in lookup.stacks.items()
+        }
 
-    for at in range(1, 20):
-        its.on_trained(at, [], pull)
-    assert looked == [4, 7, 10] and its.T is not None
+    for step in range(1, 20):
+        policy.on_trained(step, [], pull)
+    assert steps_with_snapshot == [4, 7, 10] and policy.T is not None
 
 
 @pytest.mark.parametrize("steps", [2, 5, 9, 30])
 def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits(steps: int) -> None:
-    assert_a_restored_loop_continues_bit_equal(returning_users(240), steps, selection=SLIPPING, exact=True)
+    assert_a_restored_loop_continues_bit_equal(
+        repeated_users(240), steps, selection=SLIPSTREAM_SELECTION, exact=True
+    )
 
 
 def test_slipstream_needs_history_and_ends_when_the_stream_begins() -> None:
-    built = slipping()
+    built = build_with_slipstream()
     for _ in range(30):
         built.loop.step()
     with pytest.raises(
@@ -317,9 +323,9 @@ def test_slipstream_needs_history_and_ends_when_the_stream_begins() -> None:
     built.loop.selection.begin_phase(finite=True, handed_over=False)
     assert built.loop.selection.slipstream and built.loop.selection.slipstream.phase == 2
     built.loop.selection.begin_phase(finite=False, handed_over=True)
-    before = accounted(built).get("stale", 0)
+    before = outcome_counts(built).get("stale", 0)
     built.train_all()
-    assert accounted(built).get("stale", 0) == before, "everything is trained again"
+    assert outcome_counts(built).get("stale", 0) == before, "no request is skipped any more"
     assert list(built.loop.selection.state()) == ["slipstream.over"]
 
 
@@ -349,11 +355,16 @@ def test_refilled_chunks_train_the_same_requests_in_fewer_steps(policy: Any) -> 
     config = SelectionConfig(policy=policy, keep=0.25)
     plain = build(log, selection=config).train_all()
     refilled = build(log, selection=dataclasses.replace(config, refill=True)).train_all()
-    assert {n: 1 for n in refilled.pushes()} == refilled.pushes() == plain.pushes(), "the same ones, once"
-    assert accounted(refilled) == accounted(plain) and refilled.offsets() == plain.offsets() == [120, 120]
-    kept = accounted(plain)["trained"] / 240
+    assert {n: 1 for n in refilled.pushes()} == refilled.pushes() == plain.pushes(), (
+        "the same requests, each once"
+    )
+    assert outcome_counts(refilled) == outcome_counts(plain) and refilled.offsets() == plain.offsets() == [
+        120,
+        120,
+    ]
+    kept = outcome_counts(plain)["trained"] / 240
     assert plain.loop.num_steps == 60 and refilled.loop.num_steps < 60 * (kept + 0.2), (
-        "about as many are trained in each"
+        "a refilled step trains about as many requests as a step without selection"
     )
 
 
@@ -361,11 +372,13 @@ def test_refilled_chunks_train_the_same_requests_in_fewer_steps(policy: Any) -> 
 def test_slipstream_saves_the_interval_of_a_sampled_search(sample: int) -> None:
     config = dataclasses.replace(SLIPSTREAM, sample=sample)
     built = build(
-        returning_users(80), selection=SelectionConfig(policy="slipstream", slipstream=config), exact=True
+        repeated_users(80), selection=SelectionConfig(policy="slipstream", slipstream=config), exact=True
     ).train_all()
     policy, restored = built.loop.selection.slipstream, SlipstreamPolicy(config, samples.schema())
     assert policy is not None and policy.T is not None
-    assert policy.half_width == (0 if sample else None), "the sample has all inputs"
+    assert policy.half_width == (0 if sample else None), (
+        "the sample contains all inputs, so the interval is zero"
+    )
     restored.load(policy.state())
     assert (restored.T, restored.half_width) == (policy.T, policy.half_width)
 
@@ -375,13 +388,15 @@ def test_refill_reads_at_most_the_expected_number_of_requests() -> None:
     assert 90 < refilled.loop.selection.chunk_size(64) < 200
     assert refilled.loop.selection.chunk_size(1 << 16) == 1 << 16
     off = build(N60, selection=SelectionConfig(refill=True))
-    assert off.loop.selection.chunk_size(64) == 64, "nothing is skipped"
+    assert off.loop.selection.chunk_size(64) == 64, "without selection no request is skipped"
 
 
-def test_slipstream_warns_if_it_skips_another_share_than_requested(caplog: pytest.LogCaptureFixture) -> None:
+def test_slipstream_warns_if_it_skips_a_different_share_than_requested(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     all_or_none = dataclasses.replace(SLIPSTREAM, drop=0.99, unvisited="varying", alpha=1.0)
     selection = SelectionConfig(policy="slipstream", slipstream=all_or_none)
-    build(returning_users(100), selection=selection, exact=True).train_all()
+    build(repeated_users(100), selection=selection, exact=True).train_all()
     assert "99 %" in caplog.text
 
 
@@ -394,14 +409,14 @@ def test_slipstream_warns_if_no_input_is_hot_or_few_accesses_make_a_row_hot(
 ) -> None:
     cold = dataclasses.replace(SLIPSTREAM, hot_ratio=0.9, hot_share=1.0)
     built = build(
-        returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=cold), exact=True
+        repeated_users(100), selection=SelectionConfig(policy="slipstream", slipstream=cold), exact=True
     ).train_all()
     assert [text for text in warnings_of(caplog) if "no input was hot" in text]
-    assert "stale" not in accounted(built)
+    assert "stale" not in outcome_counts(built)
     caplog.clear()
     few = dataclasses.replace(SLIPSTREAM, count_requests=8)
     build(
-        returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=few), exact=True
+        repeated_users(100), selection=SelectionConfig(policy="slipstream", slipstream=few), exact=True
     ).train_all()
     assert [text for text in warnings_of(caplog) if "hot_ratio" in text]
 
@@ -410,27 +425,28 @@ def test_slipstream_warns_if_no_input_is_hot_or_few_accesses_make_a_row_hot(
 def test_rows_of_removed_tables_are_forgotten_with_a_warning(
     steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, again = slipping(), slipping()
+    uninterrupted, restored = build_with_slipstream(), build_with_slipstream()
     for _ in range(steps):
-        whole.loop.step()
-    state = dict(whole.loop.selection.state())
+        uninterrupted.loop.step()
+    state = dict(uninterrupted.loop.selection.state())
     stack, table = next((k.split(".")[1], x) for k, x in state.items() if k.endswith(".table"))
-    gone = table.copy()
-    gone[0] = 99
-    state[f"slipstream.{stack}.table"] = gone
-    course = again.loop.selection.slipstream
-    assert course is not None
+    changed_table = table.copy()
+    changed_table[0] = 99
+    state[f"slipstream.{stack}.table"] = changed_table
+    policy = restored.loop.selection.slipstream
+    assert policy is not None
     caplog.clear()
-    course.load(state)
+    policy.load(state)
     assert [text for text in warnings_of(caplog) if "forgot 1 " in text]
-    left = course.state()
+    restored_state = policy.state()
     assert (
-        99 not in left[f"slipstream.{stack}.table"] and len(left[f"slipstream.{stack}.id"]) == len(gone) - 1
+        99 not in restored_state[f"slipstream.{stack}.table"]
+        and len(restored_state[f"slipstream.{stack}.id"]) == len(changed_table) - 1
     )
-    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
-    at = whole.loop.snapshot()
-    again.loop.restore(dataclasses.replace(at, shared={**at.shared, **state}))
-    accounted(again.train_all())
+    restored.shard.rows = {key: row.copy() for key, row in uninterrupted.shard.rows.items()}
+    snapshot = uninterrupted.loop.snapshot()
+    restored.loop.restore(dataclasses.replace(snapshot, shared={**snapshot.shared, **state}))
+    outcome_counts(restored.train_all())
 
 
 @pytest.mark.parametrize(

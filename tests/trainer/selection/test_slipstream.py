@@ -1,4 +1,5 @@
-"""The paper's rules, by hand and against brute force."""
+"""The rules of the Slipstream paper: which rows are hot, which inputs are stale, and the search for the
+threshold. Results are checked against plain implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from roostream.errors import ConfigError
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import sources_of
-from tests.trainer.selection.drawn_batches import TWO_STACKS, drawn_batch
+from tests.trainer.selection.random_batches import TWO_STACKS, random_batch
 from trainer.selection.config import MIN_SAMPLE, SlipstreamConfig
 from trainer.selection.row_index import RowIndex
 from trainer.selection.slipstream import (
@@ -34,24 +35,26 @@ from trainer.selection.slipstream_policy import HotInputs, HotRows
 INF = float("inf")
 
 
-def plain(s_RS: list[list[float]]) -> tuple[ReadSlots, np.ndarray, np.ndarray]:
-    """A slot of one row each; ∞ = the row is not hot."""
+def single_row_slots(s_RS: list[list[float]]) -> tuple[ReadSlots, np.ndarray, np.ndarray]:
+    """Build slots that read one row each, from the largest movement of each row. ∞ stands for a row that is
+    not hot."""
     request_S = np.repeat(np.arange(len(s_RS)), [len(row) for row in s_RS])
     s_N = np.array([s for row in s_RS for s in row], np.float32)
     return ReadSlots(request_S, np.arange(len(s_N)), np.arange(len(s_N))), s_N, np.isfinite(s_N)
 
 
 def test_the_largest_movement_between_snapshots_counts() -> None:
-    """From one snapshot to the next: .1, .9 and .1, though from the first to the last it is .7."""
+    """The row moves by .1, .9 and .1 between snapshots, although it moves by .7 from the first to the
+    last."""
     row = HotRows(np.zeros(1, np.uint32), np.ones(1, np.int64))
     value_ND = np.zeros((1, 1), np.float32)
     for value in (0.0, 0.1, -0.8, -0.7):
-        value_ND[0, 0] = value  # in place: a snapshot is of its moment
+        value_ND[0, 0] = value  # changed in place, so a snapshot has to be a copy
         row.take_snapshot(value_ND)
     assert row.s_N.tolist() == pytest.approx([0.9])
-    slots, _, hot_N = plain([[0.9]])
+    slots, _, hot_N = single_row_slots([[0.9]])
     (q,) = judge(slots, row.s_N, hot_N, 1, alpha=1).q_R.tolist()
-    assert not q <= 0.5 and q <= 0.91, "varying at .5"
+    assert not q <= 0.5 and q <= 0.91, "the row is not stale at a threshold of .5"
 
 
 def test_a_row_is_hot_from_a_share_of_all_accesses_on() -> None:
@@ -76,9 +79,9 @@ def test_access_counts_equal_those_of_a_dictionary() -> None:
 
 def test_a_share_alpha_of_the_slots_must_be_stale() -> None:
     stale, varying = 0.1, 0.9
-    slots, s_N, hot_N = plain([[varying] * (26 - k) + [stale] * k for k in (0, 3, 4, 26)])
+    slots, s_N, hot_N = single_row_slots([[varying] * (26 - k) + [stale] * k for k in (0, 3, 4, 26)])
     assert (judge(slots, s_N, hot_N, 4, alpha=4 / 26).q_R <= 0.5).tolist() == [False, False, True, True]
-    assert (judge(slots, s_N, hot_N, 4, alpha=0).q_R <= 0.5).all(), "0: all hot inputs"
+    assert (judge(slots, s_N, hot_N, 4, alpha=0).q_R <= 0.5).all(), "with alpha = 0 all hot inputs are stale"
 
 
 def test_a_cold_input_is_never_skipped_and_the_worst_row_of_a_list_counts() -> None:
@@ -88,11 +91,11 @@ def test_a_cold_input_is_never_skipped_and_the_worst_row_of_a_list_counts() -> N
     assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.7)
     judged = judge(slots, s_N, np.array([True, False, True]), 2, alpha=0)
     assert not judged.hot_R.any() and (judged.q_R == INF).all(), (
-        "a row that isn't hot, and a request without a slot"
+        "the first request reads a row that is not hot, the second has no slot"
     )
     judged = judge(slots, s_N, np.array([True, False, True]), 1, alpha=0.5, hot_share=0.5)
     assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.2), (
-        "half of the slots suffice where they are asked for"
+        "with hot_share = .5, half of the slots have to be hot"
     )
 
 
@@ -136,8 +139,7 @@ def test_stale_requests_equal_those_of_the_sorting_judge(
 
 
 def test_the_interval_has_its_nominal_coverage() -> None:
-    """The share of a sample of 201 among 18,464 hot inputs, of which 30 % lie below T; drawn without
-    replacement."""
+    """201 of 18,464 hot inputs are sampled without replacement; 30 % of the inputs are below T."""
     population, below = 18_464, 5_539
     drawn = np.random.default_rng(0).hypergeometric(below, population - below, MIN_SAMPLE, 200_000)
     share_M, count_M = np.unique(drawn / MIN_SAMPLE, return_counts=True)
@@ -145,7 +147,7 @@ def test_the_interval_has_its_nominal_coverage() -> None:
     half_M = np.array([half_width(share, MIN_SAMPLE, population) for share in share_M.tolist()])
     assert 0.998 <= np.average(off_M <= half_M, weights=count_M) < 1
     assert 0.88 < np.average(off_M <= half_M / 2, weights=count_M) < 0.91, (
-        "half as wide it would be a 90 % one"
+        "an interval of half the width would cover 90 %"
     )
 
 
@@ -153,7 +155,7 @@ def test_the_sampled_search_finds_the_requested_share_of_its_sample() -> None:
     q_I = np.arange(1, 1001, dtype=np.float32)
     t, half = sampled_threshold(q_I, 0.3, 1000, np.random.default_rng(0))
     assert 300 <= t < 301 and t == pytest.approx(301, abs=1e-4) and half == 0, (
-        "of all: the largest share of .3 or less"
+        "if all inputs are sampled, the share is the largest of .3 or less"
     )
     t, half = sampled_threshold(q_I, 0.3, MIN_SAMPLE, np.random.default_rng(3))
     taken_M = np.random.default_rng(3).choice(q_I, MIN_SAMPLE, replace=False)
@@ -164,9 +166,7 @@ def test_the_sampled_search_finds_the_requested_share_of_its_sample() -> None:
     assert (
         threshold(ties, 0.3) == -INF and sampled_threshold(ties, 0.3, 100, np.random.default_rng(0))[0] < 1e-9
     )
-    assert (ties <= 1e-9).mean() == 0.61, (
-        "what the paper's search skips where many rows have moved equally far, asked for .3"
-    )
+    assert (ties <= 1e-9).mean() == 0.61, "with ties, the paper's search skips more than the requested .3"
 
 
 def test_a_sample_too_small_for_its_interval_is_rejected() -> None:
@@ -175,8 +175,8 @@ def test_a_sample_too_small_for_its_interval_is_rejected() -> None:
     assert SlipstreamConfig(sample=201).sample == 201
 
 
-def read_by_hand(batch: Batch, number: Mapping[tuple[int, int], int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Of each slot its request and its rows, -1 for one that has no number."""
+def expected_reads(batch: Batch, number: Mapping[tuple[int, int], int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Compute the request and the rows of each slot. A row without a number is -1."""
     out = []
     for stack in TWO_STACKS.stacks:
         for key, table, side, is_column in sorted(
@@ -196,7 +196,7 @@ def read_by_hand(batch: Batch, number: Mapping[tuple[int, int], int]) -> list[tu
 
 @pytest.mark.parametrize("seed", range(4))
 def test_slots_equal_what_each_feature_reads(seed: int) -> None:
-    batch, random = drawn_batch(seed), np.random.default_rng(seed)
+    batch, random = random_batch(seed), np.random.default_rng(seed)
     hot, number = dict[str, RowIndex](), dict[tuple[int, int], int]()
     for stack, tables in TWO_STACKS.stacks.items():
         keys = [(t.id, i) for t in tables for i in range(1, 9) if random.random() < 0.6]
@@ -206,7 +206,7 @@ def test_slots_equal_what_each_feature_reads(seed: int) -> None:
             np.array([t for t, _ in keys], np.uint32), np.array([i for _, i in keys], np.int64)
         )
     slots = read_slots(batch, hot)
-    expected = read_by_hand(batch, number)
+    expected = expected_reads(batch, number)
     assert slots.request_S.tolist() == [request for request, _ in expected]
     assert slots.slot_L.tolist() == [s for s, (_, rows) in enumerate(expected) for _ in rows]
     cold = len(number)
@@ -215,25 +215,29 @@ def test_slots_equal_what_each_feature_reads(seed: int) -> None:
     kept_R = random.random(batch.num_requests) < 0.5
     num_I, num_S, row_L = (x.tolist() for x in take_requests(*slots, kept_R))
     of_kept = [[rows for request, rows in expected if request == r] for r in np.flatnonzero(kept_R)]
-    assert num_I == [len(its) for its in of_kept] and num_S == [len(rows) for its in of_kept for rows in its]
-    assert row_L == [cold if n < 0 else n for its in of_kept for rows in its for n in rows]
+    assert num_I == [len(slots) for slots in of_kept] and num_S == [
+        len(rows) for slots in of_kept for rows in slots
+    ]
+    assert row_L == [cold if n < 0 else n for slots in of_kept for rows in slots for n in rows]
 
 
 def test_restored_hot_inputs_continue_as_before() -> None:
-    batch = drawn_batch(5)
+    batch = random_batch(5)
     slots = read_slots(batch, {stack: RowIndex() for stack in TWO_STACKS.stacks})
     inputs, halves = HotInputs(), np.arange(12) < 6
     inputs.add(slots, halves)
-    again = HotInputs({name: value.copy() for name, value in inputs.arrays().items()})
-    for its in (inputs, again):
-        its.add(slots, ~halves)
-        assert its.num_inputs == 12 == len(its.slots.request_S[np.r_[True, np.diff(its.slots.request_S) > 0]])
-        assert its.num_entries == len(slots.row_L) == len(its.slots.row_L)
-    assert [x.tolist() for x in inputs.slots] == [x.tolist() for x in again.slots]
+    restored = HotInputs({name: value.copy() for name, value in inputs.arrays().items()})
+    for each in (inputs, restored):
+        each.add(slots, ~halves)
+        assert (
+            each.num_inputs == 12 == len(each.slots.request_S[np.r_[True, np.diff(each.slots.request_S) > 0]])
+        )
+        assert each.num_entries == len(slots.row_L) == len(each.slots.row_L)
+    assert [x.tolist() for x in inputs.slots] == [x.tolist() for x in restored.slots]
     assert np.bincount(inputs.slots.request_S).tolist() == np.bincount(slots.request_S).tolist()
 
 
-# Rows keep their numbers, whatever order they come in
+# RowIndex numbers rows by their first occurrence; a row keeps its number
 
 
 def test_numbers_equal_those_of_a_dictionary() -> None:
@@ -246,16 +250,16 @@ def test_numbers_equal_those_of_a_dictionary() -> None:
         assert rows.find(table, ids).tolist() == [known.get(pair, -1) for pair in pairs]
         assert rows.number(table, ids).tolist() == [known.setdefault(pair, len(known)) for pair in pairs]
         if step % 20 == 19:
-            gone = np.unique(random.integers(0, len(rows), 20))
+            dropped = np.unique(random.integers(0, len(rows), 20))
             at = list(known)
-            for number in gone.tolist():
+            for number in dropped.tolist():
                 del known[at[number]]
-            moved = dict(zip(*(x.tolist() for x in rows.drop(gone)), strict=True))
+            moved = dict(zip(*(x.tolist() for x in rows.drop(dropped)), strict=True))
             known = {pair: moved.get(number, number) for pair, number in known.items()}
             known = dict(sorted(known.items(), key=lambda item: item[1]))
     assert len(rows) == len(known) > 100
-    again = RowIndex(rows.table_N, rows.id_N)
-    assert again.find(rows.table_N, rows.id_N).tolist() == list(range(len(rows))) == list(known.values())
+    restored = RowIndex(rows.table_N, rows.id_N)
+    assert restored.find(rows.table_N, rows.id_N).tolist() == list(range(len(rows))) == list(known.values())
 
 
 def test_rows_beyond_the_limit_get_no_number() -> None:
@@ -263,6 +267,6 @@ def test_rows_beyond_the_limit_get_no_number() -> None:
     assert rows.number(table, np.arange(5), max_rows=3).tolist() == [0, 1, 2, -1, -1]
     assert rows.number(table, np.arange(4, -1, -1), max_rows=3).tolist() == [-1, -1, 2, 1, 0]
     assert rows.number(table, np.arange(5), max_rows=2).tolist() == [0, 1, 2, -1, -1], (
-        "nobody loses a number by it"
+        "a lower limit removes no number"
     )
     assert rows.number(table, np.array([7, 7, 8, 0, 7])).tolist() == [3, 3, 4, 0, 3]

@@ -18,7 +18,7 @@ from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSess
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.warehouse.memory_table import MemoryTable, table_of
-from tests.warehouse.sessions.test_sample_table import TOPICS, WANTED, archive
+from tests.warehouse.sessions.test_sample_table import SPEC, TOPICS, archive
 from trainer.batch_source import NewestIds
 from trainer.chunks import Chunk
 from trainer.loop import LoopDependencies
@@ -186,7 +186,7 @@ RECORDS = samples.records(list(range(1, 41)))
 
 def build_on_files(folder: Path) -> Built:
     archive(folder, RECORDS)
-    newest = SampleTable(str(folder)).newest(WANTED, TOPICS)
+    newest = SampleTable(str(folder)).newest(SPEC, TOPICS)
     assert newest is not None
 
     def rewire(dependencies: LoopDependencies) -> LoopDependencies:

@@ -1,4 +1,4 @@
-"""What became of leases is kept, bounded, and read by what wrote it."""
+"""The log of lease events: it is bounded, it has each end of a lease once, and it is read back as written."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def test_the_newest_events_and_readers_are_kept() -> None:
 
 
 def test_each_end_of_a_lease_is_reported_once() -> None:
-    heard: list[tuple[str, int]] = []
-    leases = Leases(lease_s=3.0, note=lambda what, lease: heard.append((what, lease.split)))
+    events: list[tuple[str, int]] = []
+    leases = Leases(lease_s=3.0, note=lambda outcome, lease: events.append((outcome, lease.split)))
     leases.set_wanted(0, [(n, 0) for n in range(6)])
     granted = [leases.lease(reader, 0.0) for reader in ("a", "a", "b", "c", "c")]
     leases.set_wanted(0, [(n, 0) for n in range(1, 6)])
     leases.void(1, granted[1].grant if granted[1] else 0)
     leases.release("b")
-    assert [held.lease.split for held in leases.held(1.0)] == [3, 4]
+    assert [lease_held.lease.split for lease_held in leases.held(1.0)] == [3, 4]
     leases.renew("c", 3.5)
-    assert heard[5:] == [("done", 0), ("voided", 1), ("left", 2), ("expired", 3), ("expired", 4)]
+    assert events[5:] == [("done", 0), ("voided", 1), ("left", 2), ("expired", 3), ("expired", 4)]
     leases.lease("d", 4.0)
     leases.end_all()
     leases.end_all()
-    assert heard[10:] == [("granted", 1), ("over", 1)]
+    assert events[10:] == [("granted", 1), ("over", 1)]
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message_part"),
     [
         (b'{"format": 9}', "expected leases of format 1, got 9"),
         (b"[]", "something else"),
@@ -56,6 +56,6 @@ def test_each_end_of_a_lease_is_reported_once() -> None:
         (b'{"format": 1, "events": [[1]]}', "something else"),
     ],
 )
-def test_other_data_is_no_lease_log(body: bytes, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says):
+def test_invalid_data_is_rejected_as_lease_log(body: bytes, message_part: str) -> None:
+    with pytest.raises(CheckpointError, match=message_part):
         read_log(body)

@@ -1,4 +1,5 @@
-"""Who reads which split, through readers that are lost or late and other numbers of workers."""
+"""Leases assign splits to readers: their order, expiry and release, and that each row is taken once although
+readers die and the number of workers changes."""
 
 from __future__ import annotations
 
@@ -15,98 +16,119 @@ FILES = [file(f"f{i}", day=1 + i // 6, partition=i % 3, rows=4 + i % 5, first=10
 ORDER = plan(FILES, SPEC, 4)
 
 
-def leases(*wanted: int, worker: int = 0) -> Leases:
-    made = Leases()
-    made.set_wanted(worker, [(number, 10 * number) for number in wanted])
-    return made
+def make_leases(*splits: int, worker: int = 0) -> Leases:
+    """Build leases where the worker waits for these splits, each at position 10 · number."""
+    leases = Leases()
+    leases.set_wanted(worker, [(number, 10 * number) for number in splits])
+    return leases
 
 
 def split(lease: Lease | None) -> int:
+    """Return the number of the leased split, or -1 without a lease."""
     return -1 if lease is None else lease.split
 
 
 def test_splits_are_leased_in_the_order_in_which_workers_wait() -> None:
-    its = leases(5, 3, 4)
-    assert its.lease("a", 0) == (5, 50, 1, "a")
-    assert [split(its.lease(reader, 0)) for reader in "bca"] == [3, 4, -1]
-    assert [(held.split, held.reader) for held in its.holders(0, 0)] == [(5, "a"), (3, "b"), (4, "c")]
+    leases = make_leases(5, 3, 4)
+    assert leases.lease("a", 0) == (5, 50, 1, "a")
+    assert [split(leases.lease(reader, 0)) for reader in "bca"] == [3, 4, -1]
+    assert [(lease_held.split, lease_held.reader) for lease_held in leases.holders(0, 0)] == [
+        (5, "a"),
+        (3, "b"),
+        (4, "c"),
+    ]
 
 
 def test_the_first_split_of_each_worker_comes_before_the_second_of_any() -> None:
-    its = leases(0, 1, 2)
-    its.set_wanted(1, [(7, 0), (8, 0)])
-    assert [split(its.lease("a", 0)) for _ in range(5)] == [0, 7, 1, 8, 2]
-    assert its.num_wanted == 5
-    assert [held.split for held in its.holders(1, 0)] == [7, 8]
+    leases = make_leases(0, 1, 2)
+    leases.set_wanted(1, [(7, 0), (8, 0)])
+    assert [split(leases.lease("a", 0)) for _ in range(5)] == [0, 7, 1, 8, 2]
+    assert leases.num_wanted == 5
+    assert [lease_held.split for lease_held in leases.holders(1, 0)] == [7, 8]
 
 
 def test_a_lease_expires_unless_its_reader_renews_it() -> None:
-    its = leases(0, 1)
-    its.lease("a", 0)
-    its.lease("b", 0)
-    assert [held.split for held in its.renew("a", LEASE_S - 0.1)] == [0]
-    again = its.lease("c", LEASE_S)
-    assert again is not None and (again.split, again.grant) == (1, 3), "under another grant"
-    assert its.renew("b", LEASE_S) == [] and its.num_expired == 1
+    leases = make_leases(0, 1)
+    leases.lease("a", 0)
+    leases.lease("b", 0)
+    assert [lease_held.split for lease_held in leases.renew("a", LEASE_S - 0.1)] == [0]
+    new_lease = leases.lease("c", LEASE_S)
+    assert new_lease is not None and (new_lease.split, new_lease.grant) == (1, 3), (
+        "a new lease must have a new grant number"
+    )
+    assert leases.renew("b", LEASE_S) == [] and leases.num_expired == 1
 
 
 def test_a_voided_lease_goes_to_another_reader_and_an_outdated_void_changes_nothing() -> None:
-    its = leases(0, 1)
-    its.lease("a", 0)
-    its.void(0, 1)
-    assert split(its.lease("b", 0)) == 0
-    its.void(0, 1)
-    its.void(9, 9)
-    assert [held.reader for held in its.holders(0, 0)] == ["b"]
+    leases = make_leases(0, 1)
+    leases.lease("a", 0)
+    leases.void(0, 1)
+    assert split(leases.lease("b", 0)) == 0
+    leases.void(0, 1)
+    leases.void(9, 9)
+    assert [lease_held.reader for lease_held in leases.holders(0, 0)] == ["b"]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_each_row_is_taken_once_through_losses_restores_and_rescaling(seed: int) -> None:
-    """Readers die, are slow and come back; workers begin anew at a commit, and their number changes: rows are
-    taken by position and grant, each once, and all of them in the end."""
+    """Readers die, are slow and come back. Workers restart at a commit, and their number changes. Rows are
+    taken by position and grant: each row once, and all rows in the end."""
     draw = random.Random(seed)
-    its, now_s, workers, at = Leases(), 0.0, 1, dict.fromkeys(ORDER.rows, 0)
-    held: dict[str, list[Lease]] = {f"r{i}": [] for i in range(3)}
+    leases, now_s, workers, positions = Leases(), 0.0, 1, dict.fromkeys(ORDER.rows, 0)
+    leases_of_reader: dict[str, list[Lease]] = {f"r{i}": [] for i in range(3)}
     taken: Counter[tuple[int, int]] = Counter()
-    committed = dict(at), Counter(taken)
+    committed = dict(positions), Counter(taken)
 
-    def tell() -> None:
+    def set_wanted_splits() -> None:
         for worker in range(workers):
-            mine = {p: at[p] for p in at if p % workers == worker}
-            its.set_wanted(
+            own_positions = {p: positions[p] for p in positions if p % workers == worker}
+            leases.set_wanted(
                 worker,
-                [(s.number, max(at[s.partition], s.at)) for s in ORDER.next_splits(mine, draw.randint(1, 3))],
+                [
+                    (s.number, max(positions[s.partition], s.at))
+                    for s in ORDER.next_splits(own_positions, draw.randint(1, 3))
+                ],
             )
 
-    def give(lease: Lease) -> None:
-        """The worker takes it under the grant that it was told."""
-        of = ORDER.splits[lease.split]
-        end = of.end_position if draw.random() < 0.7 else draw.randint(of.at, of.end_position)
-        if lease in its.holders(of.partition % workers, now_s) and of.at <= at[of.partition] < end:
-            taken.update((of.partition, position) for position in range(at[of.partition], end))
-            at[of.partition] = end
+    def take_piece(lease: Lease) -> None:
+        """Let the worker take rows of the split if the lease is still valid."""
+        table_split = ORDER.splits[lease.split]
+        end = (
+            table_split.end_position
+            if draw.random() < 0.7
+            else draw.randint(table_split.at, table_split.end_position)
+        )
+        if (
+            lease in leases.holders(table_split.partition % workers, now_s)
+            and table_split.at <= positions[table_split.partition] < end
+        ):
+            taken.update(
+                (table_split.partition, position) for position in range(positions[table_split.partition], end)
+            )
+            positions[table_split.partition] = end
 
     for _ in range(20_000):
         now_s += draw.choice((0.0, 0.3, 1.0))
-        reader = draw.choice(sorted(held))
-        tell()
-        match draw.choice(("lease", "renew", "give", "give", "give", "die", "commit", "back", "deal")):
-            case "lease" if lease := its.lease(reader, now_s):
-                held[reader].append(lease)
+        reader = draw.choice(sorted(leases_of_reader))
+        set_wanted_splits()
+        match draw.choice(("lease", "renew", "take", "take", "take", "die", "commit", "restore", "rescale")):
+            case "lease" if lease := leases.lease(reader, now_s):
+                leases_of_reader[reader].append(lease)
             case "renew":
-                its.renew(reader, now_s)  # it keeps what it may forget: a late twin
-            case "give" if held[reader]:
-                give(held[reader].pop(0))
+                # The reader ignores the answer, like an outdated process of the same name.
+                leases.renew(reader, now_s)
+            case "take" if leases_of_reader[reader]:
+                take_piece(leases_of_reader[reader].pop(0))
             case "die" if draw.random() < 0.3:
-                held[reader].clear()
-                its.release(reader) if draw.random() < 0.5 else None
+                leases_of_reader[reader].clear()
+                leases.release(reader) if draw.random() < 0.5 else None
             case "commit":
-                committed = dict(at), Counter(taken)
-            case "back" if draw.random() < 0.1:
-                at, taken, its = dict(committed[0]), Counter(committed[1]), Leases()
-            case "deal" if draw.random() < 0.1:
-                workers, its = draw.randint(1, 3), Leases()
-        if at == ORDER.rows:
+                committed = dict(positions), Counter(taken)
+            case "restore" if draw.random() < 0.1:
+                positions, taken, leases = dict(committed[0]), Counter(committed[1]), Leases()
+            case "rescale" if draw.random() < 0.1:
+                workers, leases = draw.randint(1, 3), Leases()
+        if positions == ORDER.rows:
             break
-    assert at == ORDER.rows, "it ends"
+    assert positions == ORDER.rows, "all rows must be taken in the end"
     assert taken == Counter((p, position) for p, rows in ORDER.rows.items() for position in range(rows))

@@ -1,4 +1,5 @@
-"""A unit comes out of a frame as it went in, every array and bit; anything else is refused."""
+"""Encoding a piece of rows into an RPC frame and decoding it changes no bit. Malformed frames are
+rejected."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ DIGEST = schema_digest_of(SCHEMA)
 
 @pytest.fixture(scope="module")
 def piece(tmp_path_factory: pytest.TempPathFactory) -> Piece:
-    place = tmp_path_factory.mktemp("units")
-    small_warehouse(place)
-    table = SampleTable(str(place))
-    told = table.newest(SessionSpec(table="", version=0), {})
-    assert told is not None
-    session, files = table.open_session(told, SCHEMA)
+    location = tmp_path_factory.mktemp("units")
+    small_warehouse(location)
+    table = SampleTable(str(location))
+    table_input = table.newest(SessionSpec(table="", version=0), {})
+    assert table_input is not None
+    session, files = table.open_session(table_input, SCHEMA)
     split = session.order.splits[0]
     return LocalSessionRows(session, files).piece(split, split.at)
 
 
-def sent(piece: Piece) -> Piece:
-    """Through the bytes of a call."""
+def encode_and_decode(piece: Piece) -> Piece:
+    """Encode the piece into the bytes of an RPC answer and decode it."""
     header, arrays = encode_piece(piece, DIGEST)
     buffers = frames.encode(frames.ANSWER, {"header": header}, arrays)
     data = np.frombuffer(b"".join(bytes(buffer) for buffer in buffers), np.uint8)
@@ -45,7 +46,7 @@ def sent(piece: Piece) -> Piece:
 
 
 def test_a_piece_with_every_kind_of_feature_is_decoded_bit_for_bit(piece: Piece) -> None:
-    got = sent(piece)
+    got = encode_and_decode(piece)
     assert piece.num_rows == got.num_rows == ROWS and got.end == piece.end
     assert bits(got.batch) == bits(piece.batch) and (got.at_R == piece.at_R).all()
 
@@ -53,8 +54,8 @@ def test_a_piece_with_every_kind_of_feature_is_decoded_bit_for_bit(piece: Piece)
 def test_a_part_and_an_empty_piece_are_decoded(piece: Piece) -> None:
     part, _ = piece.split_at(7)
     none, _ = piece.split_at(0)
-    assert bits(sent(part).batch) == bits(part.batch) and sent(part).end == part.end
-    assert sent(none).num_rows == 0 and sent(none).end == none.end
+    assert bits(encode_and_decode(part).batch) == bits(part.batch) and encode_and_decode(part).end == part.end
+    assert encode_and_decode(none).num_rows == 0 and encode_and_decode(none).end == none.end
 
 
 def test_a_piece_of_another_schema_is_rejected(piece: Piece) -> None:
@@ -63,12 +64,12 @@ def test_a_piece_of_another_schema_is_rejected(piece: Piece) -> None:
         decode_piece(header, arrays, SCHEMA, DIGEST)
 
 
-@pytest.mark.parametrize("wrong", ["fewer", "more lists", "shape"])
-def test_malformed_frames_are_rejected(piece: Piece, wrong: str) -> None:
+@pytest.mark.parametrize("damage", ["fewer", "more lists", "shape"])
+def test_malformed_frames_are_rejected(piece: Piece, damage: str) -> None:
     header, arrays = encode_piece(piece, DIGEST)
-    if wrong == "fewer":
+    if damage == "fewer":
         arrays = arrays[:-1]
-    elif wrong == "more lists":
+    elif damage == "more lists":
         header["lists"]["ro_lists"]["keys"].append("another")
     else:
         arrays[0] = arrays[0][:-1]

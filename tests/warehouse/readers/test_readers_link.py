@@ -1,4 +1,5 @@
-"""Readers, the controller and workers over real sockets: with certificates and a token, or not at all."""
+"""Readers, the controller and workers over real sockets. Without a valid certificate and token, access is
+denied."""
 
 from __future__ import annotations
 
@@ -36,21 +37,24 @@ WAIT_S = 30.0
 
 
 class Link:
-    """A controller's master on a port, and a reader as its program runs it, each with keys of its own."""
+    """A controller's reader master on a port, and readers and workers that connect to it. Each has its own
+    certificate."""
 
-    def __init__(self, place: Path, authority: Authority, opened: contextlib.ExitStack) -> None:
-        self.authority, self.opened, self.folder = authority, opened, place
-        archive(place / "w", samples.records(list(range(1, 61))))
-        told = SampleTable(str(place / "w")).newest(
-            SessionSpec(table=str(place / "w"), version=0, batch_requests=4), {}
+    def __init__(self, folder: Path, authority: Authority, exit_stack: contextlib.ExitStack) -> None:
+        self.authority, self.exit_stack, self.folder = authority, exit_stack, folder
+        archive(folder / "w", samples.records(list(range(1, 61))))
+        table_input = SampleTable(str(folder / "w")).newest(
+            SessionSpec(table=str(folder / "w"), version=0, batch_requests=4), {}
         )
-        assert told is not None
-        self.told: TableInput = told
-        self.master = ReaderMaster(lambda: (1, self.told), samples.schema(), SystemClock(), long_poll_s=0.05)
+        assert table_input is not None
+        self.table_input: TableInput = table_input
+        self.master = ReaderMaster(
+            lambda: (1, self.table_input), samples.schema(), SystemClock(), long_poll_s=0.05
+        )
         self.server = RpcServer(
             self.master.handle, credentials=LinkCredentials(self.security("controller"))
         ).start()
-        opened.callback(self.server.stop)
+        exit_stack.callback(self.server.stop)
 
     def security(self, name: str, token: str = TOKEN) -> LinkSecurity:
         certificate, key = self.authority.issue(name)
@@ -61,16 +65,16 @@ class Link:
         )
 
     def start_reader(self, security: LinkSecurity) -> None:
-        """One, as a process has."""
+        """Run a reader program in a thread."""
         stop = Stop()
         config = ReaderConfig(controller=self.server.address, link=security)
         thread = threading.Thread(target=read, args=(config, stop))
         thread.start()
-        self.opened.callback(thread.join, WAIT_S)
-        self.opened.callback(stop.set)
+        self.exit_stack.callback(thread.join, WAIT_S)
+        self.exit_stack.callback(stop.set)
 
     def worker(self, number: int, security: LinkSecurity) -> SessionSource:
-        """Of the partition of its number."""
+        """Build a worker's source. It reads the partition with the worker's number through readers."""
         credentials = LinkCredentials(security)
         link = ReadersLink(
             controller=lambda: SocketTransport(self.server.address, credentials=credentials),
@@ -81,50 +85,56 @@ class Link:
         return self.batches(number, RemoteSessionOpener(link, ReadersConfig(by="programs"), SystemClock()))
 
     def batches(self, number: int, open_rows: Callable[..., object] = local_rows) -> SessionSource:
-        made = open_session(self.told, samples.schema(), PARTITIONS, 0, SystemClock(), None, open_rows)  # type: ignore[arg-type]
-        self.opened.callback(made.close)
-        made.assign([number])
-        made.seek({(SAMPLES, number): 0})
-        return made
+        source = open_session(  # type: ignore[arg-type]
+            self.table_input, samples.schema(), PARTITIONS, 0, SystemClock(), None, open_rows
+        )
+        self.exit_stack.callback(source.close)
+        source.assign([number])
+        source.seek({(SAMPLES, number): 0})
+        return source
 
 
 @pytest.fixture
 def link(tmp_path: Path) -> Iterator[Link]:
-    with contextlib.ExitStack() as opened:
-        yield Link(tmp_path, Authority(tmp_path, "ours"), opened)
+    with contextlib.ExitStack() as exit_stack:
+        yield Link(tmp_path, Authority(tmp_path, "ours"), exit_stack)
 
 
-def all_of(source: SessionSource, rows: int) -> list[list[bytes]]:
-    found, given, ends_s = list[list[bytes]](), 0, time.monotonic() + WAIT_S
-    while given < rows:
-        assert time.monotonic() < ends_s, f"{given} of {rows} rows"
+def read_all(source: SessionSource, rows: int) -> list[list[bytes]]:
+    batches, num_rows, ends_s = list[list[bytes]](), 0, time.monotonic() + WAIT_S
+    while num_rows < rows:
+        assert time.monotonic() < ends_s, f"{num_rows} of {rows} rows"
         if (chunk := source.poll(5, 0.2)) is not None:
-            found.append(bits(chunk.batch))
-            given += chunk.batch.num_requests
-    return found
+            batches.append(bits(chunk.batch))
+            num_rows += chunk.batch.num_requests
+    return batches
 
 
-def test_an_authenticated_reader_gives_workers_the_rows_that_they_would_read(link: Link) -> None:
+def test_an_authenticated_reader_serves_the_rows_that_workers_would_read_themselves(link: Link) -> None:
     link.start_reader(link.security("reader"))
     workers = {number: link.worker(number, link.security(f"worker-{number}")) for number in range(2)}
     for number, source in workers.items():
-        rows = link.told.rows[number]
-        assert all_of(source, rows) == all_of(link.batches(number), rows), "as a worker that reads for itself"
+        rows = link.table_input.rows[number]
+        assert read_all(source, rows) == read_all(link.batches(number), rows), (
+            "rows must equal those that the worker reads itself"
+        )
     assert link.master.status()["there"] == 1 and link.master.status()["splits_leased"] > 0
 
 
-@pytest.mark.parametrize("who", ["without a certificate", "with another token", "of another authority"])
-def test_an_unauthenticated_reader_gets_no_lease(link: Link, tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize(
+    "credentials", ["without a certificate", "with another token", "of another authority"]
+)
+def test_an_unauthenticated_reader_gets_no_lease(link: Link, tmp_path: Path, credentials: str) -> None:
     (tmp_path / "theirs").mkdir()
     others = Link.security
-    match who:
+    match credentials:
         case "without a certificate":
             security = LinkSecurity(token_file=link.security("x").token_file)
         case "with another token":
             security = link.security("x", "o" * 32)
         case _:
-            link.authority, ours = Authority(tmp_path / "theirs", "theirs"), link.authority
-            security, link.authority = others(link, "x"), ours
+            link.authority, own_authority = Authority(tmp_path / "theirs", "theirs"), link.authority
+            security, link.authority = others(link, "x"), own_authority
     source = link.worker(0, link.security("worker"))
     link.start_reader(security)
     assert source.poll(5, 1.0) is None

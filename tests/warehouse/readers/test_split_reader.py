@@ -1,4 +1,4 @@
-"""A reader keeps what it read until it is fetched, and no more than it has room for."""
+"""`SplitReader` reads leased splits, keeps pieces until they are fetched, and bounds their number."""
 
 from __future__ import annotations
 
@@ -16,105 +16,114 @@ from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 
 
-def reader(max_pieces: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:
-    """Of files of 8 rows, row groups of 4, units of 3."""
+def make_reader(max_pieces: int = 4, table: MemoryTable | None = None, **limits: int) -> SplitReader:
+    """Build a reader of a table with files of 8 rows, row groups of 4 and batches of 3."""
     table = table or table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = SplitReader(FakeClock(), **{"max_bytes": 1 << 30, "max_pieces": max_pieces, **more})
-    its.start_session(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
-    return its
+    split_reader = SplitReader(FakeClock(), **{"max_bytes": 1 << 30, "max_pieces": max_pieces, **limits})
+    split_reader.start_session(
+        LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest"
+    )
+    return split_reader
 
 
 def lease(split: int, position: int = -1, grant: int = 0) -> Lease:
+    """Build a lease. By default it starts with the split's file of 8 rows, and its grant is 100 + `split`."""
     return Lease(split, 8 * (split // 2) if position < 0 else position, grant or 100 + split, "r")
 
 
 def test_pieces_have_the_session_size_and_end_with_their_row_group() -> None:
-    its = reader()
-    its.set_leases([lease(0)])
-    assert its.step(0) and its.step(0) and not its.step(0)
-    found = [its.next_piece(0, 100, at, 0) for at in (0, 3, 4, 7)]
+    split_reader = make_reader()
+    split_reader.set_leases([lease(0)])
+    assert split_reader.step(0) and split_reader.step(0) and not split_reader.step(0)
+    found = [split_reader.next_piece(0, 100, at, 0) for at in (0, 3, 4, 7)]
     assert [(u.start, u.end) for u in found if u] == [(0, 3), (3, 4), (4, 7), (7, 8)]
-    assert its.next_piece(0, 100, 8, 0) is None
+    assert split_reader.next_piece(0, 100, 8, 0) is None
 
 
 def test_a_piece_is_repeated_until_the_next_one_is_requested() -> None:
-    its = reader()
-    its.set_leases([lease(0)])
-    its.step(0)
-    first = its.next_piece(0, 100, 0, 0)
-    assert first is not None and its.next_piece(0, 100, 0, 0) is first
-    assert its.report()["held_pieces"] == 2
-    its.next_piece(0, 100, 3, 0)
-    assert its.report()["held_pieces"] == 1
+    split_reader = make_reader()
+    split_reader.set_leases([lease(0)])
+    split_reader.step(0)
+    first = split_reader.next_piece(0, 100, 0, 0)
+    assert first is not None and split_reader.next_piece(0, 100, 0, 0) is first
+    assert split_reader.report()["held_pieces"] == 2
+    split_reader.next_piece(0, 100, 3, 0)
+    assert split_reader.report()["held_pieces"] == 1
 
 
 def test_a_restarted_worker_gets_rows_from_its_position() -> None:
-    its = reader()
-    its.set_leases([lease(0)])
-    its.step(0)
-    assert its.next_piece(0, 100, 2, 0) is None, "it was read from 0"
-    its.step(0)
-    unit = its.next_piece(0, 100, 2, 0)
+    split_reader = make_reader()
+    split_reader.set_leases([lease(0)])
+    split_reader.step(0)
+    assert split_reader.next_piece(0, 100, 2, 0) is None, (
+        "the piece was read from position 0, so it must be read again"
+    )
+    split_reader.step(0)
+    unit = split_reader.next_piece(0, 100, 2, 0)
     assert unit is not None and (unit.start, unit.end) == (2, 4)
-    its.set_leases([lease(0, position=6, grant=7)])
-    its.step(0)
-    assert (unit := its.next_piece(0, 7, 6, 0)) is not None and unit.start == 6
+    split_reader.set_leases([lease(0, position=6, grant=7)])
+    split_reader.step(0)
+    assert (unit := split_reader.next_piece(0, 7, 6, 0)) is not None and unit.start == 6
 
 
 def test_the_buffer_is_bounded_but_requested_pieces_are_always_read() -> None:
-    its = reader(max_pieces=1)
-    its.set_leases([lease(0), lease(2)])
-    assert its.step(0) and not its.step(0), "a row group more than there is room for"
-    assert its.num_free_slots(2) == 0 and its.next_piece(2, 102, 8, 0) is None
-    threading.Timer(0.05, lambda: its.step(1.0)).start()
-    its.clock = SystemClock()
-    assert its.next_piece(2, 102, 8, 5.0) is not None
+    split_reader = make_reader(max_pieces=1)
+    split_reader.set_leases([lease(0), lease(2)])
+    assert split_reader.step(0) and not split_reader.step(0), (
+        "the buffer may exceed its limit by one row group only"
+    )
+    assert split_reader.num_free_slots(2) == 0 and split_reader.next_piece(2, 102, 8, 0) is None
+    threading.Timer(0.05, lambda: split_reader.step(1.0)).start()
+    split_reader.clock = SystemClock()
+    assert split_reader.next_piece(2, 102, 8, 5.0) is not None
 
 
 def test_free_slots_follow_unread_splits() -> None:
-    its = reader(max_pieces=100)
-    assert its.num_free_slots(2) == 2
-    its.set_leases([lease(0), lease(2)])
-    assert its.num_free_slots(2) == 0
-    while its.step(0):
+    split_reader = make_reader(max_pieces=100)
+    assert split_reader.num_free_slots(2) == 2
+    split_reader.set_leases([lease(0), lease(2)])
+    assert split_reader.num_free_slots(2) == 0
+    while split_reader.step(0):
         pass
-    assert its.num_free_slots(2) == 2
+    assert split_reader.num_free_slots(2) == 2
 
 
 def test_a_request_without_the_current_lease_is_rejected() -> None:
-    its = reader()
-    its.set_leases([lease(0)])
-    its.step(0)
+    split_reader = make_reader()
+    split_reader.set_leases([lease(0)])
+    split_reader.step(0)
     with pytest.raises(FencedError):
-        its.next_piece(0, 99, 0, 0)
-    its.set_leases([lease(2)])
+        split_reader.next_piece(0, 99, 0, 0)
+    split_reader.set_leases([lease(2)])
     with pytest.raises(FencedError):
-        its.next_piece(0, 100, 0, 0)
-    its.start_session(None)
-    assert its.report()["held_splits"] == 0 and not its.step(0)
+        split_reader.next_piece(0, 100, 0, 0)
+    split_reader.start_session(None)
+    assert split_reader.report()["held_splits"] == 0 and not split_reader.step(0)
 
 
-class Broken(LocalSessionRows):
+class UnreadableRows(LocalSessionRows):
+    """Rows that cannot be read: split 0 is damaged, and all other splits are unavailable."""
+
     def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:
         raise (UnavailableError if split.number else CheckpointError)(f"file {split.path}")
 
 
 def test_damage_is_reported_to_the_worker_and_an_unavailable_file_is_retried() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = SplitReader(FakeClock(), max_bytes=1 << 30, max_pieces=4)
-    its.start_session(Broken(table.session(shuffle_seed=None), table))
-    its.set_leases([lease(0), lease(2)])
-    assert not its.step(0)
+    split_reader = SplitReader(FakeClock(), max_bytes=1 << 30, max_pieces=4)
+    split_reader.start_session(UnreadableRows(table.session(shuffle_seed=None), table))
+    split_reader.set_leases([lease(0), lease(2)])
+    assert not split_reader.step(0)
     with pytest.raises(CheckpointError):
-        its.next_piece(0, 100, 0, 0)
+        split_reader.next_piece(0, 100, 0, 0)
     with pytest.raises(UnavailableError):
-        its.step(0)
-    assert its.next_piece(2, 102, 8, 0) is None
+        split_reader.step(0)
+    assert split_reader.next_piece(2, 102, 8, 0) is None
 
 
 def test_the_rate_limit_delays_reading() -> None:
-    its = reader(max_requests_s=2)
-    its.set_leases([lease(0)])
-    its.step(0)
-    its.step(0)
-    assert its.clock.monotonic_s() == pytest.approx(8 / 2)
+    split_reader = make_reader(max_requests_s=2)
+    split_reader.set_leases([lease(0)])
+    split_reader.step(0)
+    split_reader.step(0)
+    assert split_reader.clock.monotonic_s() == pytest.approx(8 / 2)

@@ -1,4 +1,4 @@
-"""The order in which a session's rows are read."""
+"""The plan of a session: which splits it has, and in which order its rows are read."""
 
 from __future__ import annotations
 
@@ -45,16 +45,18 @@ def test_a_split_has_whole_row_groups_and_bounded_candidates() -> None:
     (whole,) = plan([file("f", rows=10, candidates=MAX_CANDIDATES)], SPEC, 2).splits
     assert (whole.start, whole.end) == (0, 10)
     assert len(plan([file("f", rows=3, candidates=9 * MAX_CANDIDATES)], SPEC, 2).splits) == 2, (
-        "a row group is never cut"
+        "a row group must not be divided"
     )
 
 
 def test_other_days_and_files_of_earlier_sessions_are_skipped() -> None:
     files = [file("a", 1), file("b", 2, first=10), file("c", 3, first=20), file("d", 3, 1, rows=0)]
-    some = dataclasses.replace(SPEC, first_day="2024-05-02", last_day="2024-05-02")
-    assert [s.path for s in plan(files, some, 4).splits] == ["b"]
+    one_day = dataclasses.replace(SPEC, first_day="2024-05-02", last_day="2024-05-02")
+    assert [s.path for s in plan(files, one_day, 4).splits] == ["b"]
     newer = dataclasses.replace(SPEC, from_offsets={0: 19})
-    assert [s.path for s in plan(files, newer, 4).splits] == ["b", "c"], "b ends at 19"
+    assert [s.path for s in plan(files, newer, 4).splits] == ["b", "c"], (
+        "file b ends at offset 19, so it has an unread row"
+    )
 
 
 @given(
@@ -64,8 +66,10 @@ def test_other_days_and_files_of_earlier_sessions_are_skipped() -> None:
 def test_every_row_has_one_position_of_its_partition(
     files: list[tuple[int, int, int]], row_group: int
 ) -> None:
-    these = [file(f"f{i}", day, p, rows, candidates=rows * 20_000) for i, (day, p, rows) in enumerate(files)]
-    order = plan(these, SPEC, row_group)
+    data_files = [
+        file(f"f{i}", day, p, rows, candidates=rows * 20_000) for i, (day, p, rows) in enumerate(files)
+    ]
+    order = plan(data_files, SPEC, row_group)
     seen: Counter[tuple[str, int]] = Counter()
     for partition, rows in order.rows.items():
         for position in range(rows):
@@ -73,7 +77,7 @@ def test_every_row_has_one_position_of_its_partition(
             assert split and split.partition == partition and split.at <= position < split.end_position
             seen[split.path, split.row(position)] += 1
         assert order.split_at(partition, rows) is None
-    assert seen == Counter((f.path, row) for f in these for row in range(f.rows))
+    assert seen == Counter((f.path, row) for f in data_files for row in range(f.rows))
     assert [s.number for s in order.splits] == list(range(len(order.splits)))
 
 
@@ -107,7 +111,7 @@ def test_days_are_parsed_from_a_range_a_single_day_or_an_open_range(text: str, d
 
 
 @pytest.mark.parametrize("text", ["..", "monday", "2024-05-01..x", "2024-13-01", "2024-02-30.."])
-def test_other_texts_are_no_days(text: str) -> None:
+def test_invalid_days_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError):
         days_of(text)
 

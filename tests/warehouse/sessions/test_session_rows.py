@@ -1,4 +1,5 @@
-"""A session's rows in this process: each sample once, and nothing that earlier sessions had."""
+"""Rows of a session, read in the process of the trainer: each sample once, and no sample of an earlier
+session."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from tests.warehouse.memory_table import MemoryTable, table_of
 
 
 def read(table: MemoryTable, **spec: object) -> list[int]:
-    """Sample ids in the order of reading."""
+    """Read a session; return the sample ids in the order of reading."""
     session = table.session(**spec)
     rows, found = LocalSessionRows(session, table), []
     for split in session.order.splits:
-        at = split.at
-        while at < split.end_position:
-            piece = rows.piece(split, at)
-            assert at <= piece.end - piece.num_rows and piece.end > at
-            assert ((piece.at_R >= at) & (piece.at_R < piece.end)).all()
+        position = split.at
+        while position < split.end_position:
+            piece = rows.piece(split, position)
+            assert position <= piece.end - piece.num_rows and piece.end > position
+            assert ((piece.at_R >= position) & (piece.at_R < piece.end)).all()
             found += piece.batch.sample_id_R.tolist()
-            at = piece.end
+            position = piece.end
     return found
 
 
@@ -30,15 +31,26 @@ def test_every_row_is_read_once_a_row_group_at_a_time() -> None:
     assert all(end - start <= 4 and start % 4 == 0 for _, start, end in table.reads)
 
 
-def test_a_duplicate_sample_is_read_once_whatever_files_hold_its_copies() -> None:
-    again = samples.records([1, 3, 5, 7, 9, 11, 2, 4, 3, 6, 9, 1, 13])
-    assert sorted(read(table_of(again, rows_of_file=3, seed=4))) == [1, 2, 3, 4, 5, 6, 7, 9, 11, 13]
+def test_a_duplicate_sample_is_read_once_even_if_copies_are_in_several_files() -> None:
+    records_with_copies = samples.records([1, 3, 5, 7, 9, 11, 2, 4, 3, 6, 9, 1, 13])
+    assert sorted(read(table_of(records_with_copies, rows_of_file=3, seed=4))) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        9,
+        11,
+        13,
+    ]
 
 
 def test_a_later_session_reads_only_new_rows_of_a_file_that_a_seal_merged() -> None:
     table = table_of(samples.records([1, 3, 5, 7, 3, 9, 2, 4]), rows_of_file=100, seed=1)
     assert sorted(read(table, from_offsets={0: 1, 1: 3})) == [4, 7, 9], (
-        "offset 4 of partition 1 is sample 3 again"
+        "offset 4 of partition 1 is a copy of sample 3"
     )
 
 

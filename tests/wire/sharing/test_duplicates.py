@@ -1,4 +1,4 @@
-"""What of a log comes again, counted: windows and batches of requests whose sharing is known."""
+"""Statistics of repeated values in a log, for batches of requests whose repetition is known."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import pytest
 from roostream.wire.dedup import dedupe_factor
 from roostream.wire.duplicate_statistics import EVERYTHING, DuplicateStatistics
 from tests.models.model_cases import make_batch, make_schema
-from tests.models.returning import AS_BEFORE, MOVED_ON, returning
+from tests.models.returning_users import GROWING_HISTORIES, UNCHANGED_HISTORIES, returning_users_batch
 
 
 def report_of(
-    visits: list[tuple[int, int]], batch_requests: int, *, windows: int = 1, as_before: bool = False
+    visits: list[tuple[int, int]], batch_requests: int, *, windows: int = 1, same_floats: bool = False
 ) -> dict[str, Any]:
-    batch, found = returning(visits, as_before=as_before), DuplicateStatistics(batch_requests)
-    who_R, candidates_R = np.array([user for user, _ in visits]), np.full(len(visits), 4)
+    batch = returning_users_batch(visits, same_floats=same_floats)
+    statistics = DuplicateStatistics(batch_requests)
+    user_R, candidates_R = np.array([user for user, _ in visits]), np.full(len(visits), 4)
     for rows in np.array_split(np.arange(len(visits)), windows):
-        found.add(batch.take_requests(rows), who_R[rows], candidates_R[rows])
-    return found.report()
+        statistics.add(batch.take_requests(rows), user_R[rows], candidates_R[rows])
+    return statistics.report()
 
 
-def test_a_history_that_moves_on_is_shared_partially_and_only_within_a_batch() -> None:
-    """User 1's histories of 4, 5, 5, 5 entries hold 7; user 2's of 5, 5, 5 hold 7; user 3's of 0 and 2 hold
-    2."""
-    whole = report_of(MOVED_ON, 100)["arrangements"]["clustered"]["features"]["history"]
+def test_a_growing_history_is_shared_partially_and_only_within_a_batch() -> None:
+    """The histories have 4, 5, 5, 5 entries for user 1 (7 different ones), 5, 5, 5 for user 2 (7 different
+    ones), and 0, 2 for user 3 (2 different ones)."""
+    whole = report_of(GROWING_HISTORIES, 100)["arrangements"]["clustered"]["features"]["history"]
     assert whole["exact"] == 1.0 and whole["partial"] == pytest.approx(36 / 16) and whole["same"] == 0.0
-    alone = report_of(MOVED_ON, 1)["arrangements"]["clustered"]["features"]["history"]
+    alone = report_of(GROWING_HISTORIES, 1)["arrangements"]["clustered"]["features"]["history"]
     assert alone["partial"] == 1.0 and alone["same"] is None, "a batch of one request shares nothing"
 
 
@@ -41,29 +42,32 @@ def test_clustering_brings_duplicates_into_one_batch() -> None:
     assert arrangements["clustered"]["session_rows"] == 2.0
 
 
-def test_counted_factors_stand_beside_the_papers_formula() -> None:
-    """Nine rows of four users, five steps of one to the next of which four change nothing."""
-    its = report_of(AS_BEFORE, 9, as_before=True)["arrangements"]["clustered"]
-    history = its["features"]["history"]
-    assert its["session_rows"] == pytest.approx(9 / 3) and history["same"] == pytest.approx(5 / 6)
+def test_the_report_has_measured_factors_and_those_of_the_papers_formula() -> None:
+    """Three users send nine requests. The history stays the same in five of six steps to the user's next
+    request."""
+    clustered = report_of(UNCHANGED_HISTORIES, 9, same_floats=True)["arrangements"]["clustered"]
+    history = clustered["features"]["history"]
+    assert clustered["session_rows"] == pytest.approx(9 / 3) and history["same"] == pytest.approx(5 / 6)
     assert history["dedupe_factor"] == pytest.approx(dedupe_factor(history["length"], 9, 3.0, 5 / 6))
     assert history["exact"] == pytest.approx(31 / 14)
 
 
 def test_features_that_change_together_are_a_group_with_one_index() -> None:
-    its = report_of(AS_BEFORE, 9, as_before=True)["arrangements"]["clustered"]["groups"]
-    members = [group["members"] for name, group in its.items() if name != EVERYTHING]
-    assert members == [["user", "topics", "gap_s", "hour"]], "the history changes once where they don't"
-    assert next(iter(its)) == EVERYTHING and its[EVERYTHING]["members"] == []
-    assert its[EVERYTHING]["same"] == pytest.approx(5 / 6)
+    clustered = report_of(UNCHANGED_HISTORIES, 9, same_floats=True)["arrangements"]["clustered"]["groups"]
+    members = [group["members"] for name, group in clustered.items() if name != EVERYTHING]
+    assert members == [["user", "topics", "gap_s", "hour"]], (
+        "the history changes once while the other features stay the same"
+    )
+    assert next(iter(clustered)) == EVERYTHING and clustered[EVERYTHING]["members"] == []
+    assert clustered[EVERYTHING]["same"] == pytest.approx(5 / 6)
 
 
 def test_only_worthwhile_deduplication_is_recommended() -> None:
-    advice = report_of(MOVED_ON, 9)["advice"]
+    advice = report_of(GROWING_HISTORIES, 9)["advice"]
     assert advice[0].startswith("requests have 4.0 candidates")
     assert any(line.startswith("history: deduplicate partially") for line in advice)
     assert not any(line.startswith("user:") for line in advice), (
-        "one id a row, and the index is one number a row"
+        "an index has one number per row, as the feature itself"
     )
     lonely = report_of([(n, 3) for n in range(6)], 6)["advice"]
     assert "no deduplication pays" in lonely[-1]
@@ -77,16 +81,17 @@ def test_clustering_is_recommended_only_where_it_helps() -> None:
 
 def test_windows_add_up_and_share_nothing() -> None:
     one, two = (
-        report_of(MOVED_ON, 3, windows=n)["arrangements"]["logged"]["features"]["history"] for n in (1, 3)
+        report_of(GROWING_HISTORIES, 3, windows=n)["arrangements"]["logged"]["features"]["history"]
+        for n in (1, 3)
     )
-    assert one == two, "batches of three end where windows do"
+    assert one == two, "batches of three requests end where the windows end"
 
 
-def test_nothing_at_all_has_a_report() -> None:
-    found = DuplicateStatistics(8)
+def test_an_empty_log_has_a_report() -> None:
+    statistics = DuplicateStatistics(8)
     schema = make_schema("everything")
-    found.add(make_batch(schema, []), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    assert found.report() == {
+    statistics.add(make_batch(schema, []), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    assert statistics.report() == {
         "batch_requests": 8,
         "requests": 0,
         "candidates": 0,

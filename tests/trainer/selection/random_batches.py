@@ -1,4 +1,5 @@
-"""Batches of a schema with two stacks of tables, lists on both sides, and columns beside a list."""
+"""Random batches of a schema that has two stacks of tables, request-side and candidate-side lists, and a
+sequence with columns."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ TWO_STACKS = schema_from_dict(
 )
 
 
-def drawn_batch(seed: int, num_requests: int = 12) -> Batch:
-    """Lists of both sides, some empty, whose ids are few; an id may be of several tables."""
+def random_batch(seed: int, num_requests: int = 12) -> Batch:
+    """Draw a batch with few different ids, which occur in several tables. Some lists are empty."""
     random, values = np.random.default_rng(seed), []
     for at in range(num_requests):
         n, length = int(random.integers(1, 4)), int(random.integers(0, 5))
