@@ -8,12 +8,17 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as the command sets it: matrices are small, and one thread gives one order of summation
+
+# No test may depend on the speed of the machine.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
-from tests.trainer.next_item.test_next_item import written
+from tests.trainer.next_item.test_next_item import write_dataset
 
 ROWS = [f"{user}-1-2-3,{10 * (1 + (user + k) % 6)}-4" for user in range(1, 9) for k in range(5)]
 MOVIES = "".join(f"{10 * (1 + k)}::Title {k}::Drama\n" for k in range(6))
@@ -23,7 +23,7 @@ def run_command(*arguments: str) -> Result:
 
 @pytest.mark.slow
 def test_both_models_print_each_evaluation_and_write_the_result(tmp_path: Path) -> None:
-    folder = str(written(tmp_path, ROWS, MOVIES))
+    folder = str(write_dataset(tmp_path, ROWS, MOVIES))
     for model in ("hstu", "sasrec"):
         report = tmp_path / f"{model}.json"
         result = run_command("--data", folder, "--model", model, "--report", str(report), *FLAGS)
@@ -39,7 +39,7 @@ def test_both_models_print_each_evaluation_and_write_the_result(tmp_path: Path) 
 
 
 def test_impossible_settings_are_refused_before_training(tmp_path: Path) -> None:
-    folder = str(written(tmp_path, ROWS, MOVIES))
+    folder = str(write_dataset(tmp_path, ROWS, MOVIES))
     assert "expected a file of MovieLens-1M" in str(run_command("--data", str(tmp_path / "absent")).exception)
     assert "expected a divisor of width = 50" in str(run_command("--data", folder, "--heads", "7").exception)
     assert "expected a file for the report, got a folder" in str(

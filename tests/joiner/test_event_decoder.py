@@ -207,7 +207,7 @@ def test_a_registry_with_a_defect_costs_the_record_and_not_the_partition() -> No
     assert isinstance(dead, Output) and dead.reason == "undecodable"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_bytes_give_an_event_or_a_dead_letter(data: Any) -> None:
     """Random bytes, and good records with changed bytes."""

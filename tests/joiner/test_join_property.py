@@ -186,7 +186,7 @@ def check_due(driver: Driver, with_rules: Rules) -> None:
             assert request.due_ms == close_time(with_rules, planned)[0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(traffic(), rule_sets, st.data())
 def test_every_open_request_is_due_at_its_close_after_every_call(
     messages: list[Message], settings_: dict, data: Any
@@ -201,7 +201,7 @@ def test_every_open_request_is_due_at_its_close_after_every_call(
         check_due(driver, with_rules)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(traffic(), rule_sets, st.data())
 def test_every_order_of_arrival_equals_the_oracle(
     messages: list[Message], settings_: dict, data: Any
@@ -216,7 +216,7 @@ def test_every_order_of_arrival_equals_the_oracle(
     assert found.dead == expected.dead
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traffic(), rule_sets, st.data())
 def test_all_kinds_of_state_give_the_same_outputs(
     messages: list[Message], settings_: dict, data: Any
@@ -237,7 +237,7 @@ def test_all_kinds_of_state_give_the_same_outputs(
     assert all(d.state == MemoryState() for d in drivers), "no state may be left after the end of input"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(traffic(), rule_sets, st.data())
 def test_g1_every_event_is_accounted_for_at_every_step_even_late(
     messages: list[Message], settings_: dict, data: Any
@@ -263,7 +263,7 @@ def test_g1_every_event_is_accounted_for_at_every_step_even_late(
     assert shown <= set(sampled) | dead and set(sampled) <= shown
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(traffic(), st.lists(changing_rules, min_size=2, max_size=3), st.data())
 def test_changed_rules_after_a_restore_leave_no_state_and_lose_no_event(
     messages: list[Message], rule_changes: list[dict], data: Any
@@ -314,7 +314,7 @@ def _pending(driver: Driver) -> set[int]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traffic(), rule_sets, st.data())
 def test_duplicates_change_nothing_but_their_count(
     messages: list[Message], settings_: dict, data: Any

@@ -40,7 +40,7 @@ item_lists = st.lists(st.integers(1, 6), max_size=5)
 page_lists = st.lists(st.tuples(item_lists, st.integers(0, 50)), min_size=1, max_size=3)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     page_lists,
     st.lists(st.tuples(st.integers(1, 7), st.sampled_from(["click", "dwell", "é"])), max_size=4),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from roostream.models.candidate_groups import build_groups
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 80), max_size=12))
 def test_padding_keeps_requests_and_order_and_unpad_is_its_inverse(counts: list[int]) -> None:
     groups = build_groups(np.array(counts, dtype=np.int32))

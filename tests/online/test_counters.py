@@ -179,7 +179,7 @@ def replay(counters: Counters, events: list[Any]) -> None:
             counters.apply_engagement(user, items[0], "click", 1.0, T0 + at)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(events=st.lists(EVENT, max_size=25), cut=st.integers(0, 25))
 def test_storing_and_loading_states_changes_no_bit(events: list[Any], cut: int) -> None:
     items = sorted({signed(i) for e in events for i in e[2]})

@@ -33,7 +33,7 @@ from tests.online.counter_oracle import (
 SCHEMA = schema_with_counters(COUNTERS)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1 << 30), number=st.integers(1, 40), later=st.sampled_from([0, 1, 90_000, 3 * HOUR])
 )
@@ -46,7 +46,7 @@ def test_declared_counters_equal_their_definitions(seed: int, number: int, later
         assert_counters_equal_oracle(SCHEMA, oracle, counters, request, now_ms)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1 << 30), cut=st.integers(0, 30))
 def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> None:
     events, reader = random_events(seed, 30), FieldReader(SCHEMA)
@@ -70,7 +70,7 @@ def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> No
         assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 1 << 30), number=st.integers(1, 60), later=st.sampled_from([0, 1, 3 * HOUR]))
 def test_states_of_several_updaters_are_merged_to_those_of_one(seed: int, number: int, later: int) -> None:
     """Each updater counts the events of some users. Sums may be rounded differently; all other values are

@@ -73,7 +73,7 @@ def part_of(shard: Shard, rows: Mapping[int, float]) -> list[Any]:
     return [(shard.tables[ADAGRAD], requested, gradient_UD)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(workers=WORKERS)
 def test_the_sum_equals_a_sum_in_float64_by_a_dictionary(workers: list[dict[int, int]]) -> None:
     shard = started_shard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from param_server.initial_rows import initial_rows
@@ -16,7 +16,6 @@ def expected_row(seed: int, table: int, id_: int, dim: int, scale: float) -> lis
     return [np.float32((k - 2**23) / 2**23) * np.float32(scale) for k in high_bits]
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
     table=st.integers(0, 2**32 - 1),

@@ -24,7 +24,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(steps=STEPS, capacity=st.sampled_from([1, 4, 64]))
 def test_behaves_as_a_dict_through_any_additions_and_removals(
     steps: list[tuple[str, list[tuple[int, int]]]], capacity: int

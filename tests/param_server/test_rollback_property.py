@@ -252,6 +252,6 @@ class ShardMachineWithPolicy(ShardMachine):
 
 
 TestShardMachine = ShardMachine.TestCase
-TestShardMachine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestShardMachine.settings = settings(max_examples=15, stateful_step_count=40)
 TestShardMachineWithPolicy = ShardMachineWithPolicy.TestCase
-TestShardMachineWithPolicy.settings = settings(max_examples=5, stateful_step_count=40, deadline=None)
+TestShardMachineWithPolicy.settings = settings(max_examples=5, stateful_step_count=40)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from param_server import row_block as blocks
@@ -39,7 +39,6 @@ def equal_blocks(a: RowBlock, b: RowBlock) -> bool:
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
 
 
-@settings(deadline=None)
 @given(live=IDS, gone=IDS, unpublished=st.booleans())
 def test_blocks_round_trip(live: list[int], gone: list[int], unpublished: bool) -> None:
     block = make_block(live, gone, unpublished)

@@ -48,7 +48,7 @@ def ids_of_one_bucket(count: int) -> list[int]:
     return [n for n in range(1000) if bucket_of(n) == bucket_of(0)][:count]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.dictionaries(st.integers(0, 50), st.floats(-9, 9, width=32), min_size=1), min_size=1, max_size=4

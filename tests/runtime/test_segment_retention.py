@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roostream.errors import UnavailableError
@@ -43,7 +43,6 @@ def copies(store: Any) -> set[str]:
     return set(store.list(manifests.SEGMENTS))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_kept_commit_has_its_copies_and_nothing_else_below_it_is_left(data: st.DataObject) -> None:
     """Each commit keeps a random part of the older segments; some commits are aborted after their upload."""
@@ -139,7 +138,6 @@ def test_an_object_with_another_name_is_left_alone(name: str) -> None:
     assert name in copies(store)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 4 * HOUR_MS), min_size=1, max_size=60),
     st.builds(Retention, st.integers(2, 4), st.integers(0, 5), st.integers(0, 4), st.integers(0, 3)),

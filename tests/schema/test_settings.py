@@ -406,7 +406,7 @@ VALUES = st.recursive(
 
 
 @given(raw=st.dictionaries(st.text(), VALUES, max_size=5), multiline=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_key_of_any_file_has_a_line_or_one_of_its_table(raw: dict[str, Any], multiline: bool) -> None:
     text = tomli_w.dumps(raw, multiline_strings=multiline)
     parsed = tomllib.loads(text)

@@ -73,7 +73,7 @@ def _send_cases(
     statuses: Counter[int],
 ) -> None:
     @seed(seed_number)
-    @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=num_cases, suppress_health_check=list(HealthCheck), database=None)
     @given(case=strategy)
     def send(case: Case) -> None:
         case.body = _integral_floats_to_ints(case.body)

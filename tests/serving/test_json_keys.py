@@ -38,7 +38,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(VALUES, st.sampled_from([None, 1]), st.booleans())
 def test_other_json_is_accepted(value: Any, indent: int | None, is_ascii: bool) -> None:
     check_keys(json.dumps(value, indent=indent, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass"))

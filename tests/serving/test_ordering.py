@@ -101,7 +101,7 @@ def test_team_draft_picks_the_best_remaining_candidate_of_each_ranker() -> None:
     assert [draft.team_n[c] for c in draft.order] == [RIVAL, OURS, OURS, RIVAL]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(RANKINGS)
 def test_draft_propensities_equal_enumerated_coin_flips(rankings: tuple[list[int], list[int]]) -> None:
     found = all_drafts(*map(list, rankings))
@@ -113,7 +113,7 @@ def test_draft_propensities_equal_enumerated_coin_flips(rankings: tuple[list[int
             assert draft.propensities[draft.order[slot]] == pytest.approx(share)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(RANKINGS)
 def test_a_draft_shows_every_candidate_once_with_equal_teams(rankings: tuple[list[int], list[int]]) -> None:
     for draft in all_drafts(*map(list, rankings)):

@@ -99,7 +99,7 @@ def test_echoed_input_is_truncated() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_mutated_bodies_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
     rng = random.Random(seed)
     body = bytearray(json.dumps(rng.choice((BODY, FLAT, COLUMNS)), ensure_ascii=False).encode())

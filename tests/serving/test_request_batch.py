@@ -131,7 +131,7 @@ def assert_equal(built: Batch, decoded: Batch, fields: tuple[str, ...] = ()) -> 
             assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), f"{name}.{inner}"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_batch_of_values_equals_the_decoded_bytes_bit_for_bit(data: st.DataObject) -> None:
     schema = data.draw(schemas())
@@ -147,7 +147,7 @@ def test_a_batch_of_values_equals_the_decoded_bytes_bit_for_bit(data: st.DataObj
     assert_equal(build_batch(schema, drawn), trained, (*side, *of_all))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_columns_equal_those_of_their_encoding(data: st.DataObject) -> None:
     schema = data.draw(schemas())
@@ -159,7 +159,7 @@ def test_columns_equal_those_of_their_encoding(data: st.DataObject) -> None:
     assert_equal(build_batch(schema, [read]), build_batch(schema, [request]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_flat_values_equal_lists_decoded_one_by_one(data: st.DataObject) -> None:
     schema = data.draw(schemas())
@@ -178,7 +178,7 @@ def test_flat_values_equal_lists_decoded_one_by_one(data: st.DataObject) -> None
         )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_fast_check_agrees_with_the_full_one(data: st.DataObject) -> None:
     """For valid and for damaged blocks: whatever the fast check accepts, the full check accepts too, with

@@ -125,7 +125,7 @@ class RandomRun:
         self.built.loop.restore(snapshot)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(1, 1 << 30), st.booleans(), st.integers(1, 3))
 def test_cuts_failures_and_restores_give_the_state_of_the_serial_loop(
     seed: int, exact: bool, read_ahead: int
@@ -138,7 +138,7 @@ def test_cuts_failures_and_restores_give_the_state_of_the_serial_loop(
         assert set(pipeline.rows.staleness) == {0}
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(1, 1 << 30), st.integers(1, 3))
 def test_staleness_stays_within_its_limit_and_samples_apply_once(seed: int, staleness: int) -> None:
     records = mixed(seed, 24)

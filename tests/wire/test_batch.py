@@ -94,7 +94,7 @@ def test_expansion_makes_every_candidate_a_request_with_the_same_features(batch:
     assert expanded.sample_id_R.tolist() == batch.sample_id_R[batch.request_index_B].tolist()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(size=st.integers(1, 90), cut=st.integers(0, 30))
 def test_rebatching_keeps_all_impressions_in_order(batch: Batch, size: int, cut: int) -> None:
     rebatcher = Rebatcher(size)
@@ -119,7 +119,7 @@ def empty_lists(keys: tuple[str, ...], num_rows: int) -> Jagged:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(0, 4), st.integers(1, 6))
 def test_taken_rows_keep_values_weights_and_columns(seed: int, num_keys: int, num_rows: int) -> None:
     random = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roostream.errors import WireError
@@ -52,7 +52,6 @@ ROW = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(values=RO)
 def test_ro_values_round_trip_with_the_bytes_of_protobuf(schema: Schema, values: dict[str, Any]) -> None:
     data = encode_ro(schema, values)
@@ -61,7 +60,6 @@ def test_ro_values_round_trip_with_the_bytes_of_protobuf(schema: Schema, values:
     check_block(schema, "ro", data, 1, schema.limits)
 
 
-@settings(deadline=None)
 @given(rows=st.lists(ROW, max_size=6))
 def test_nro_columns_round_trip_with_the_bytes_of_protobuf(
     schema: Schema, rows: list[dict[str, Any]]

@@ -560,7 +560,7 @@ def apply_edits(value: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
     return value
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(seed=st.integers(0, 200), edits=EDITS)
 def test_mutated_bytes_are_read_like_protobuf_or_rejected(
     schema_and_maker: Any, seed: int, edits: Any

@@ -61,7 +61,7 @@ def is_plain(f: Feature, column: list[Any]) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_filled_arrays_equal_those_of_all_values_together(data: st.DataObject) -> None:
     schema = data.draw(schemas())

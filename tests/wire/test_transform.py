@@ -129,7 +129,7 @@ def test_results_stay_finite_at_the_edge_of_float32() -> None:
     assert ro[0, 1] == np.finfo(np.float32).max
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lists=st.lists(st.lists(st.floats(-100, 100, width=32) | st.none(), max_size=9), min_size=1, max_size=6)
 )

@@ -68,7 +68,7 @@ def test_equal_inputs_give_equal_bytes() -> None:
     assert first == second
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 12), st.booleans())
 def test_no_plan_is_below_the_bound_and_every_row_is_somewhere_once(
     seed: int, count: int, owners: int, unknown: bool

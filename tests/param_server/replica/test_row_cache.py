@@ -382,7 +382,7 @@ def test_a_delta_updates_only_cached_older_rows() -> None:
     assert is_cached(stack, 9) == [False] and stack.num_without_row == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["add", "none", "find", "gone", "live", "drop"]), st.integers(0, 150)),

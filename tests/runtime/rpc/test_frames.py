@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -38,7 +38,6 @@ def frame(*arrays: np.ndarray, **header: object) -> bytes:
     return b"".join(frames.encode(frames.CALL, {"method": "m", "header": header}, arrays))
 
 
-@settings(deadline=None)
 @given(arrays=st.lists(ARRAY, max_size=5))
 def test_frames_carry_arrays_of_every_type_and_shape(arrays: list[np.ndarray]) -> None:
     kind, body, decoded = parse(frame(*arrays, x=1))
@@ -62,7 +61,6 @@ def test_the_bytes_of_a_frame_equal_the_golden_bytes() -> None:
     assert frame(np.array([7], np.uint32), x=1).hex() == GOLDEN
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_every_flipped_bit_is_detected(data: st.DataObject) -> None:
     good = bytearray(frame(np.arange(3, dtype=np.float32), np.arange(2), x="text"))
@@ -167,7 +165,6 @@ def test_a_header_of_objects_is_refused() -> None:
         frame(x=object())
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=64))
 def test_garbage_is_refused_by_a_wire_error_and_nothing_else(data: bytes) -> None:
     good = frame(np.arange(4, dtype=np.float32), x=1)

@@ -154,7 +154,7 @@ def test_damaged_records_within_a_segment_are_counted_and_reported(
     again.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 40), st.data())
 def test_a_truncated_last_segment_keeps_its_records_and_is_appended_to(
     tmp_path_factory: pytest.TempPathFactory, count: int, data: st.DataObject

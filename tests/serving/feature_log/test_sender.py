@@ -222,7 +222,7 @@ def test_the_sender_thread_stops_while_kafka_is_unavailable(feature_log: Feature
 possible_outcomes = st.sampled_from(["delivered", "delivered", "failed", "refused", None])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(possible_outcomes, min_size=3, max_size=3), min_size=1, max_size=12))
 def test_every_record_is_delivered_or_counted_as_rejected(
     tmp_path_factory: pytest.TempPathFactory, plans: list[list[Outcome | None]]

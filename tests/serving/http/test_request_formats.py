@@ -166,7 +166,7 @@ def test_every_format_of_a_request_gives_equal_scores_and_equal_records(serving:
     num_records = 0
 
     @seed(0)
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
     @given(bodies())
     def check(body: dict[str, Any]) -> None:
         nonlocal num_records

@@ -49,7 +49,7 @@ def is_accepted(body: bytes, header: bytes | None) -> bool:
     return len(request.item_ids) > 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(BODIES, st.binary(max_size=12), st.sampled_from([None, "right", "short"]))
 def test_any_json_is_accepted_or_refused(body: Any, tail: bytes, header_size: str | None) -> None:
     head = json.dumps(body).encode()

@@ -64,7 +64,7 @@ kills = st.lists(
 )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 @given(kills, st.sampled_from([2, 14]))
 def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
     schedule: list[Kill], restart_after: int
@@ -74,7 +74,7 @@ def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 @given(kills)
 def test_g11_parameters_after_any_kills_are_bit_equal(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=schedule)
@@ -170,7 +170,7 @@ kills_with_two_workers = st.builds(
 )
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(kills_with_two_workers, max_size=3, unique_by=lambda kill: (kill.moment, kill.occurrence)))
 def test_g2_every_worker_s_part_is_committed_and_restored(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, kills=schedule)

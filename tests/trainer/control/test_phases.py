@@ -317,7 +317,7 @@ def test_a_range_without_records_is_over_from_the_start(whole: list[WorkUnit]) -
 ranges = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ranges, st.integers(1, 60), st.data())
 def test_all_records_are_handed_out_once_in_bounded_units(
     lengths: list[tuple[int, int]], unit_records: int, data: st.DataObject

@@ -530,7 +530,7 @@ def apply_event(partition: SimulatedPartition, event: str) -> None:
 
 
 @given(histories)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_waiting_records_are_never_reported_as_caught_up_and_counts_are_exact(
     steps: list[tuple[tuple[int, int, int, str], ...]],
 ) -> None:
@@ -564,7 +564,7 @@ def test_waiting_records_are_never_reported_as_caught_up_and_counts_are_exact(
         st.tuples(st.integers(0, 30), st.sampled_from([0, -7_200_000, 7_200_000])), min_size=30, max_size=80
     )
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_reader_that_keeps_up_becomes_and_stays_caught_up(seconds: list[tuple[int, int]]) -> None:
     """This also holds while the producers' clocks jump, because no record waits."""
     detector, part = CaughtUpDetector(LIMITS), SimulatedPartition(0)
@@ -576,7 +576,7 @@ def test_a_reader_that_keeps_up_becomes_and_stays_caught_up(seconds: list[tuple[
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_direction_of_a_large_lag_follows_the_rates(arriving: int, consuming: int) -> None:
     detector, part = CaughtUpDetector(dataclasses.replace(LIMITS, window_s=20)), SimulatedPartition(0)
     detector.observe({("samples", 0): part.lag()}, 0)

@@ -95,7 +95,7 @@ def test_auc_counts_ties_as_half_and_candidates_by_weight_over_all_batches() -> 
     assert report["auc_error"] == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=2, max_size=60))
 def test_auc_is_exact_for_any_scores(pairs: list[tuple[float, bool]]) -> None:
     score = np.array([s for s, _ in pairs], dtype=np.float32)

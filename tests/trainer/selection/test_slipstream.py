@@ -99,7 +99,7 @@ def test_a_cold_input_is_never_skipped_and_the_worst_row_of_a_list_counts() -> N
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, INF]), max_size=25), st.floats(0, 1))
 def test_the_threshold_equals_a_search_through_all_values(values: list[float], drop: float) -> None:
     q_I = np.array(values, np.float32)
@@ -111,7 +111,7 @@ def test_the_threshold_equals_a_search_through_all_values(values: list[float], d
     assert threshold(q_I, drop) == (fits[-1] if fits else -INF)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([0.0, 0.3, 0.5, 1.0]),
