@@ -166,8 +166,8 @@ def packages_of_image(image: str) -> set[str]:
 
 
 def packages_of(extras: Iterable[str], *others: str) -> set[str]:
-    """The packages of the project with these extras, and their dependencies in this environment, which is the
-    locked one."""
+    """The packages of the project with these extras, and their dependencies, as they are installed here from
+    the lock file, on the images' version of Python."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     requirements_of_extra = project["project"]["optional-dependencies"]
     wanted = [
@@ -176,6 +176,9 @@ def packages_of(extras: Iterable[str], *others: str) -> set[str]:
         *(line for e in extras for line in requirements_of_extra[e]),
     ]
     excluded = set(project["tool"]["uv"]["exclude-dependencies"])
+    dockerfile = (ROOT / "infra/image/Dockerfile").read_text(encoding="utf-8")
+    (python,) = set(re.findall(r"^FROM \S+/python:([\d.]+)", dockerfile, re.MULTILINE))
+    environment = {"python_full_version": python}  # of the images, whatever this interpreter is
     waiting, found = [Requirement(line) for line in wanted], set[tuple[str, str]]()
     while waiting:
         requirement = waiting.pop()
@@ -185,7 +188,9 @@ def packages_of(extras: Iterable[str], *others: str) -> set[str]:
                 continue
             found.add(package)
             needed = map(Requirement, importlib.metadata.distribution(package[0]).requires or ())
-            waiting += [n for n in needed if n.marker is None or n.marker.evaluate({"extra": extra})]
+            waiting += [
+                n for n in needed if n.marker is None or n.marker.evaluate(environment | {"extra": extra})
+            ]
     return {name for name, _ in found}
 
 

@@ -177,8 +177,8 @@ def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
     with torch.no_grad():
         if not _same_bits(*(model(inputs) for model in models)):
             yield (
-                "expected the same logits from two builds with the same seed, got others; keep a list of "
-                "layers in nn.ModuleList, and draw no tensors"
+                "expected the same logits from two builds with the same seed, got others; remove dropout and "
+                "random tensors, and keep lists of layers in nn.ModuleList"
             )
 
 

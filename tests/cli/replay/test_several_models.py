@@ -61,7 +61,8 @@ def test_a_custom_model_that_fails_a_check_is_a_warning_of_the_report(news_folde
     dropout = "return torch.nn.functional.dropout(z_BT)"
     model = write_model(news_folder / "custom", CODE.replace("(4,", "(1,").replace("return z_BT", dropout))
     (warning,) = [text for text in replay(news_folder, model=(model,))["warnings"] if "check-model" in text]
-    assert "model.toml fails `roostream check-model`: nothing is kept between calls" in warning
+    assert "model.toml fails `roostream check-model`: same seed, same bits" in warning
+    assert "remove dropout" in warning
 
 
 def error_of(news_folder: Path, *models: str, **settings: Any) -> str:
