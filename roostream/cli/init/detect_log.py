@@ -321,11 +321,13 @@ def _item_lists(path: str, rows: Sequence[dict[str, Any]], choices: Choices) -> 
     shown = [row for row in rows if row.get(items[0])]
 
     def is_chosen(name: str) -> bool:
-        its = [(cell, row[items[0]]) for row in shown if (cell := row.get(name)) not in (None, [])]
         if name not in lists and not _ACTION.fullmatch(_action_name(name)):
             return False
-        return bool(its) and all(
-            set(cell if isinstance(cell, list) else [cell]) <= set(items_shown) for cell, items_shown in its
+        own = [(_as_list(cell), row[items[0]]) for row in shown if (cell := row.get(name)) not in (None, [])]
+        return (
+            bool(own)
+            and _has_ids([entries for entries, _ in own])
+            and all(set(entries) <= set(items_shown) for entries, items_shown in own)
         )
 
     each = [
@@ -342,6 +344,10 @@ def _item_lists(path: str, rows: Sequence[dict[str, Any]], choices: Choices) -> 
     return _ItemLists(each, chosen)
 
 
+def _as_list(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) else [cell]
+
+
 def _has_ids(lists: Sequence[list[Any]]) -> bool:
     return all(type(entry) in (int, str, type(None)) for entries in lists for entry in entries)
 
@@ -355,10 +361,8 @@ def _row_per_item(rows: Sequence[dict[str, Any]], lists: _ItemLists) -> tuple[li
         if any(row.get(name) is not None and len(row[name]) != len(shown) for name in lists.each):
             continue
         for n, item in enumerate(shown):
-            own = {name: None if row.get(name) is None else row[name][n] for name in lists.each}
-            for name in lists.chosen:
-                cell = row.get(name)
-                own[name] = item in (cell if isinstance(cell, list) else (cell,))
+            own = {name: None if row.get(name) is None else _number(row[name][n]) for name in lists.each}
+            own |= {name: item in _as_list(row.get(name)) for name in lists.chosen}
             out.append(row | own)
         if len(out) >= MAX_LINES:
             return out, number == len(rows)

@@ -639,6 +639,20 @@ def test_the_form_of_mind_is_imported() -> None:
     assert (counts.requests, counts.engagements, counts.rows) == (20, 20, 40)
 
 
+def test_lists_of_other_values_beside_the_shown_items_are_read_or_named() -> None:
+    """Decimals are numbers. Objects and vectors are no lists of items, whatever the name of the column."""
+    rows = request_rows(clicked=[[0, 1], [1, 0, 1]])
+    for row in rows:
+        row["prices"] = [Decimal(f"{n}.50") for n in range(len(row["items"]))]
+        row["opened"] = {"at": [1]}
+        row["liked"] = [{"item": "a", "seconds": 3}]
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--ignore", "opened", "liked")
+    assert {f.name: f.kind for f in load_written_schema().nro}["prices"] == "float"
+    with pytest.raises(ConfigError, match="--ignore"):
+        run("other", "--from", "rows.parquet", "--ignore", "opened")
+
+
 def test_lists_beside_an_item_are_its_features() -> None:
     rows = make_flat_table(items=[["a", "b"], ["c"], [], ["a"]])
     pq.write_table(pa.table(rows), "rows.parquet")
