@@ -194,7 +194,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._upgrades or self._refused:
             return
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self._version == b"1.1"):  # RFC 9112, section 3.2
+            self.refuse(RequestError(400, f"expected one Host header, got {num_hosts}"))
+        elif size > MAX_HEAD_BYTES:
             self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
         elif len(self.pipeline) >= MAX_PIPELINED:
             self.refuse(RequestError(429, f"more than {MAX_PIPELINED} requests wait on this connection"))

@@ -168,7 +168,7 @@ def test_a_pipeline_is_bounded(tmp_path: Path) -> None:
         b"GET / HTTP/1.1\r\nhost x\r\n\r\n",
         b"POST /v1/rank HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
         b"POST /v1/rank HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
-        b"POST /v1/rank HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
         b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
     ],
@@ -196,6 +196,20 @@ def test_input_that_is_not_http_is_refused_without_a_traceback(
         assert status in (0, 400, 404, 405, 408)
         assert rank_status(live) == 200
     assert not [r for r in caplog.records if r.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("version", "num_hosts", "expected"),
+    [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 2, 400)],
+)
+def test_a_request_has_one_host(tmp_path: Path, version: str, num_hosts: int, expected: int) -> None:
+    """RFC 9112, section 3.2: proxies could disagree about the host of another request."""
+    lines = [f"GET /healthz HTTP/{version}", *["host: x"] * num_hosts, "connection: close", "", ""]
+    with start_live_serving(tmp_path) as live, live.connect() as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        status, answer = read_answer(connection)
+    assert status == expected
+    assert (f"expected one Host header, got {num_hosts}".encode() in answer) == (expected == 400)
 
 
 def test_log_lines_that_a_client_can_cause_appear_once_a_minute(
