@@ -58,6 +58,12 @@ def test_a_version_with_other_code_is_skipped_and_logged_once(
     assert "use the file that it was trained with" in warning
 
 
+def test_a_commit_of_the_code_that_this_code_replaces_is_served(tmp_path: Path) -> None:
+    path = write_model(tmp_path, CODE, f'replaces = ["{"0" * 12}"]')
+    served, versions = follow_commit(tmp_path / "store", load_model_config(path), code="0" * 64)
+    assert served and versions.newest.name == "1-1"
+
+
 def test_an_error_of_custom_code_is_logged_and_answered_without_paths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
