@@ -31,6 +31,7 @@ SHARE_PRIOR = 20.0
 SHARE_MEMORY_STEPS = 50
 CALIBRATION_PRIOR = 50.0
 CALIBRATION_MEMORY_STEPS = 150
+_RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 
 def scale_gradients(part: LinearPart, total_T: Tensor) -> None:
@@ -57,9 +58,25 @@ def _step(weight_TF: nn.Parameter, curvature_TFF: nn.Parameter, prior: float, me
         return
     curvature_TFF.mul_(1 - 1 / memory_steps).add_(curvature_TFF.grad)
     prior_FF = prior * torch.eye(weight_TF.shape[1], dtype=torch.float64, device=weight_TF.device)
-    factor_TFF = torch.linalg.cholesky(curvature_TFF.double() + prior_FF)
+    factor_TFF = _cholesky(curvature_TFF.double() + prior_FF)
     change_TF1 = torch.cholesky_solve(weight_TF.grad.double()[..., None], factor_TFF)
     weight_TF.sub_(change_TF1[..., 0].to(weight_TF.dtype))
+
+
+def _cholesky(matrix_TFF: Tensor) -> Tensor:
+    """The Cholesky factor of each matrix.
+
+    Curvatures are sums in float32. Their rounding errors exceed the prior where columns are large and nearly
+    collinear, such as a price in cents and its hinges. A matrix that is not positive definite for this reason
+    gets a diagonal that is larger by the smallest of `_RIDGES` that repairs it, which makes its step smaller.
+    """
+    factor_TFF, info_T = torch.linalg.cholesky_ex(matrix_TFF)
+    for ridge in _RIDGES:
+        if not info_T.any():
+            break
+        added_TF = ridge * (info_T > 0)[:, None] * matrix_TFF.diagonal(dim1=1, dim2=2)
+        factor_TFF, info_T = torch.linalg.cholesky_ex(matrix_TFF + torch.diag_embed(added_TF))
+    return factor_TFF
 
 
 def is_finite(part: LinearPart) -> bool:

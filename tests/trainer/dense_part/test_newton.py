@@ -158,6 +158,24 @@ def test_logits_stay_moderate_with_a_single_label_constant_and_huge_columns(
     assert bool(((part.share >= 0) & (part.share <= MAX_SHARE)).all())
 
 
+def test_rounding_errors_of_collinear_columns_end_no_training() -> None:
+    """A float and its hinges are collinear above the knots. Their curvature is a sum in float32, so after
+    enough candidates it is no longer positive definite."""
+    part, optimizer = part_and_optimizer()
+    rng = np.random.default_rng(3)
+    for _ in range(150):
+        x_BF = torch.tensor(rng.uniform(8, 12, (20_000, 1)), dtype=torch.float32) - torch.tensor(
+            [0.0, 1.0, 4.0]
+        )
+        label_BT = torch.tensor(rng.random((20_000, TASKS)) < 0.5, dtype=torch.float32)
+        optimizer.zero_grad()
+        backward(part, x_BF, label_BT)
+        assert optimizer.step()
+        assert float(part(x_BF).detach().abs().max()) < 1
+    smallest_T = torch.linalg.eigvalsh(part.curvature.detach().double())[:, 0]
+    assert float(smallest_T.min()) < -newton.PRIOR, "the test must reach an indefinite matrix"
+
+
 def test_the_better_predictor_gets_the_larger_share() -> None:
     rule = torch.tensor(RULE_T, dtype=torch.float32)
     constant_network = train(range(60), lambda x_BF: torch.zeros(len(x_BF), TASKS))
