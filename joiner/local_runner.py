@@ -146,7 +146,7 @@ class LocalRunner:
     def run(self, stop: threading.Event) -> None:
         """Until `stop` is set; the last snapshot includes all records that were read."""
         name = self.snapshots.restore(self.engine)  # 4
-        log.info("joining from %s", name or "the oldest records")
+        log.info("the join continues from %s", name or "the oldest records: there is no snapshot")
         # Offset 0: nothing was read of the partition.
         progress = {p: offset for p, offset in self.engine.next_offsets.items() if offset}
         Backoff(what="the event topics", clock=self.clock).until(

@@ -126,7 +126,7 @@ def header_of(impression: Impression) -> bytes:
 
 
 def sample(key: bytes, request_id: str, request: Request, content: SampleContent) -> Output:
-    """The sample of a request that has just closed."""
+    """Return the record of the sample of a request that has just closed."""
     impressions, rows = content.impressions, content.rows
     fields = [_SAMPLE, _HEADER, request.header, _ids(request, sample_id(key, request_id))]
     if len(impressions) == 1 and len(rows[0]) == len(impressions[0].page.items) >> 3:
@@ -214,7 +214,7 @@ def dead_letter(
 
 
 def dead_event(key: bytes, event: Impression | Engagement, reason: str, error: str) -> Output:
-    """The dead letter of a decoded event."""
+    """Return the dead letter of a decoded event."""
     event_id = event.event_id if isinstance(event, Engagement) else 0
     return dead_letter(
         key, event.origin, event.raw, reason, error, event_id=event_id, request_id=event.request_id
@@ -236,14 +236,14 @@ def enforce_max_bytes(
 
 
 def _ids(request: Request, id_: int) -> bytes:
-    """The fields `sample_id`, `close_reason` and `close_ms`."""
+    """Return the encoded fields `sample_id`, `close_reason` and `close_ms`."""
     return _IDS.pack(
         _TAG["sample_id"], id_, _TAG["close_reason"], request.reason, _TAG["close_ms"], request.close_ms
     )
 
 
 def _add_single_impression(fields: list[bytes], impression: Impression, labels: bytes) -> None:
-    """Features and labels of a sample of one impression whose items are all distinct."""
+    """Append the encoded features and labels of a sample that has one impression, with distinct items."""
     data = impression.data
     ro, ro_end, items, items_end, nro, nro_end = impression.offsets[2:8]
     scores, scores_end, positions, positions_end, propensities, propensities_end, weight = impression.offsets[

@@ -643,7 +643,7 @@ def _list_of_rows(path: str) -> str:
 
 
 def _shown_items(path: str, lists: Sequence[str]) -> str:
-    """Which of these lists of objects has the shown items; "" = there are no lists.
+    """Return the name of the list that has the shown items, of these lists of objects; "" if there are none.
 
     Raises:
         ConfigError: several may have them.

@@ -157,7 +157,7 @@ class Manifest:
 
     @property
     def owners(self) -> BucketMap:
-        """Bucket → shard."""
+        """The shard that owns each bucket."""
         return self.bucket_map or BucketMap.modulo(self.num_buckets, self.num_shards)
 
     @property

@@ -64,7 +64,7 @@ def _step(weight_TF: nn.Parameter, curvature_TFF: nn.Parameter, prior: float, me
 
 
 def _cholesky(matrix_TFF: Tensor) -> Tensor:
-    """The Cholesky factor of each matrix.
+    """Return the Cholesky factor of each matrix, float64 [T, F, F].
 
     Curvatures are sums in float32. Their rounding errors exceed the prior where columns are large and nearly
     collinear, such as a price in cents and its hinges. A matrix that is not positive definite for this reason
