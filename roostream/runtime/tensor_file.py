@@ -21,7 +21,7 @@ def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
 
 
 def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays and the metadata of a safetensors file.
+    """Return the arrays, ordered by name, and the metadata of a safetensors file.
 
     Raises:
         CheckpointError: not a safetensors file, or its sizes don't agree.
@@ -32,7 +32,8 @@ def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         # `safetensors.load` returns no metadata, so it is read from the JSON header.
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-        return safetensors.load(data), {str(k): str(v) for k, v in metadata.items()}
+        arrays = safetensors.load(data)  # in an order that differs from call to call
+        return {name: arrays[name] for name in sorted(arrays)}, {str(k): str(v) for k, v in metadata.items()}
     # KeyError: a dtype that numpy does not have.
     except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(
