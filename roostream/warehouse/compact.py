@@ -9,6 +9,7 @@ older versions continue: their files stay until the vacuum's age has passed and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -174,21 +175,38 @@ def partly_retired_days(files: Sequence[DataFile], gone: Sequence[DataFile]) -> 
     return sorted({file.day for file in gone} & {file.day for file in files if file.path not in paths})
 
 
+Run = Sequence[SampleFile]
+"""Files that are ordered by user, one after the other."""
+
+
 def merge_files(
-    files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], max_rows: int
+    files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], max_rows: int, merge_bytes: int
 ) -> Iterator[FileRows]:
     """The rows of several files of one writer, ordered by user, in pieces: each sample once (its lowest
-    offset). A piece has at most `max_rows` rows and about _PIECE_BYTES, so memory does not grow with a day.
+    offset). A piece has at most `max_rows` rows and about `merge_bytes` uncompressed bytes, so the memory of
+    the merge does not grow with a day, except for 200 bytes for each row.
     For each piece the row groups that hold rows of it are read; others are skipped.
 
     Raises:
         UnavailableError, CheckpointError: as `SampleFile.columns`.
     """
     file_M, row_M = _rows_by_user(files)
-    size = sum(chunk.total_uncompressed_size for file in files for _, chunk in file.column_chunks())
-    at_once = min(max_rows, max(1, _PIECE_BYTES * len(row_M) // max(size, 1)))
+    at_once = min(max_rows, max(1, merge_bytes * len(row_M) // max(_num_bytes(files), 1)))
     for start in range(0, len(row_M), at_once):
         yield _gather(files, column_types, file_M[start : start + at_once], row_M[start : start + at_once])
+
+
+def max_runs(runs: Sequence[Run], merge_bytes: int) -> int:
+    """How many runs one merge should read. A piece of it reads at least a row group of each run. With more
+    runs than this, these would be larger than the piece, and every row would be read for many pieces."""
+    files = [file for run in runs for file in run]
+    num_groups = sum(file.footer.num_row_groups for file in files)
+    return max(merge_bytes * num_groups // max(_num_bytes(files), 1), _MIN_RUNS)
+
+
+def _num_bytes(files: Sequence[SampleFile]) -> int:
+    """Uncompressed bytes of all columns."""
+    return sum(chunk.total_uncompressed_size for file in files for _, chunk in file.column_chunks())
 
 
 def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +220,7 @@ def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
         for name in keys:
             found[name].append(columns[name].values)
     rows = [np.arange(len(offsets)) for offsets in found["offset"]]
-    key_N = {name: np.concatenate(parts) for name, parts in found.items()}
+    key_N = {name: np.concatenate(found.pop(name)) for name in keys}
     file_N = np.repeat(np.arange(len(files)), [len(part) for part in rows])
     order = np.lexsort([key_N["offset"], key_N["sample_id"]])
     ids = key_N["sample_id"][order]
@@ -259,7 +277,7 @@ log = logging.getLogger("roostream.compactor")
 _RETIRED = "compact/retired"
 RETIRED_DAYS = "retired_days"
 """Progress name: ordinal of the first day of which samples may be left; all earlier days were retired."""
-_PIECE_BYTES = 128 << 20  # uncompressed bytes of the rows merged at once; about 5 times that are needed
+_MIN_RUNS = 8  # that one merge reads
 _MAX_CORRECTION_FILES = 8  # of a sealed day and partition; more are merged
 _VACUUM_INTERVAL_S = 3600.0  # a vacuum lists every file of the warehouse
 
@@ -525,14 +543,50 @@ class Compactor:
                 topic=topic,
                 sealed=True,
             )
-            opened = [self.warehouse.open_file(SAMPLES, file) for file in files]
-            for merged in merge_files(opened, column_types, self.config.max_rows):
-                rows = with_latest(merged, writer, latest)
-                self.warehouse.samples.widen(rows.column_types)
-                new_files += [
-                    write_rows(self.warehouse.store, piece, key, order) for piece in split_rows(rows)
-                ]
+            with self._merged_to_few_runs(files, column_types, key) as opened:
+                for merged in self._merge(opened, column_types):
+                    rows = with_latest(merged, writer, latest)
+                    self.warehouse.samples.widen(rows.column_types)
+                    new_files += [
+                        write_rows(self.warehouse.store, piece, key, order) for piece in split_rows(rows)
+                    ]
         return new_files
+
+    def _merge(
+        self, files: Sequence[SampleFile], column_types: Mapping[str, ColumnType]
+    ) -> Iterator[FileRows]:
+        return merge_files(files, column_types, self.config.max_rows, self.config.merge_bytes)
+
+    @contextlib.contextmanager
+    def _merged_to_few_runs(
+        self, files: Sequence[DataFile], column_types: Mapping[str, ColumnType], key: FileKey
+    ) -> Iterator[list[SampleFile]]:
+        """Open `files`. If they are more runs than one merge should read (`max_runs`), merge them to fewer,
+        longer runs first, as an external merge sort does. Longer runs are files that no log names. They are
+        deleted at the end of the block, or by a vacuum if that fails."""
+        opened = [self.warehouse.open_file(SAMPLES, file) for file in files]
+        runs: list[Run] = [[file] for file in opened if not file.file.sealed]
+        if sealed := [file for file in opened if file.file.sealed]:
+            runs.append(sealed)  # all of one seal
+        longer: list[DataFile] = []
+        key = dataclasses.replace(key, sealed=False)
+        try:
+            while len(runs) > (at_once := max_runs(runs, self.config.merge_bytes)):
+                parts = [runs[first : first + at_once] for first in range(0, len(runs), at_once)]
+                runs = []
+                for part in parts:
+                    run = [
+                        write_rows(self.warehouse.store, piece, key)
+                        for merged in self._merge([file for run in part for file in run], column_types)
+                        for piece in split_rows(merged)
+                    ]
+                    longer += run
+                    runs.append([self.warehouse.open_file(SAMPLES, file) for file in run])
+            yield [file for run in runs for file in run]
+        finally:
+            with contextlib.suppress(UnavailableError):
+                for file in longer:
+                    self.warehouse.store.delete(f"{SAMPLES}/{file.path}")
 
 
 def folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:

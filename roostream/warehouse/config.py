@@ -55,6 +55,11 @@ class CompactorConfig(WarehouseSettings, ProgramSettings):
         le=30 * 86_400_000,
     )
     max_rows: int = setting(1 << 18, "requests of a sealed file", ge=1)
+    merge_bytes: int = setting(
+        128 << 20,
+        "uncompressed bytes of samples that a seal merges at once; it needs about five times as much memory",
+        ge=1 << 10,
+    )
     keep_days: int = setting(
         0, "days of close time that are kept, the newest first; 0 = all", ge=0, le=100_000
     )

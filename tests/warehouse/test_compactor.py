@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
 from datetime import date, timedelta
@@ -22,6 +23,8 @@ from roostream.warehouse.compact import (
     compact_name,
     files_to_retire,
     folded_name,
+    max_runs,
+    merge_files,
     next_offset_by_topic,
     partly_retired_days,
     partly_retired_name,
@@ -118,7 +121,7 @@ def test_the_files_of_a_day_become_one_file_ordered_by_user(tmp_path: Path) -> N
 def test_sealed_samples_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     seal_all(make_compactor(tmp_path, max_rows=20))
-    warehouse, found = Warehouse(tmp_path), {}
+    warehouse, found = Warehouse(tmp_path), dict[int, tuple[bytes, bytes]]()
     for file in warehouse.samples.snapshot().files:
         columns, counts_R = warehouse.open_file("samples", file).columns(sample_types(SCHEMA))
         found |= dict(
@@ -241,6 +244,53 @@ def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Pat
     assert latest.label_BT[latest.request_index_B == row][1].tolist() == [1.0, 0.0], (
         "corrections of the first seal must stay applied"
     )
+
+
+def test_a_seal_in_several_passes_changes_no_row_and_leaves_no_file_of_a_pass(tmp_path: Path) -> None:
+    records = closed_on(rich_records(SCHEMA, 120, partition=0), 0)
+    later = closed_on(rich_records(SCHEMA, 30, partition=0), 3, first_offset=120)
+    archive(tmp_path, records + later, per_flush=5)
+    compactor = make_compactor(tmp_path, merge_bytes=8_000)
+    warehouse = compactor.warehouse
+    unsealed = warehouse.samples.snapshot().files
+    (seal,) = compactor.due()
+    runs = [[warehouse.open_file("samples", file)] for file in seal.files]
+    assert len(runs) == 24 and max_runs(runs, 8_000) == 8 and max_runs(runs, 1 << 27) > 24
+    assert compactor.seal(seal)
+
+    users: list[list[int]] = []
+    found: dict[int, tuple[bytes, bytes]] = {}
+    sealed = [file for file in warehouse.samples.snapshot().files if file.sealed]
+    for file in sealed:
+        columns, counts_R = warehouse.open_file("samples", file).columns(sample_types(SCHEMA))
+        users.append(columns["user_id"].values.tolist())
+        found |= dict(
+            zip(columns["offset"].values.tolist(), rebuild_records(SCHEMA, columns, counts_R), strict=True)
+        )
+    assert found == {r.offset: (r.key, r.value) for r in records}
+    in_order = [user for of_file in sorted(users) for user in of_file]
+    assert len(sealed) > 8 and in_order == sorted(in_order)
+    stored = {
+        str(path.relative_to(tmp_path / "samples")) for path in tmp_path.glob("samples/1970-*/**/*.parquet")
+    }
+    assert stored == {file.path for file in (*unsealed, *sealed)}
+
+
+def test_the_memory_of_a_seal_does_not_grow_with_the_day(tmp_path: Path) -> None:
+    peaks = []
+    for num_samples in (100, 400):
+        records = closed_on(rich_records(SCHEMA, num_samples, partition=0), 0)
+        archive(tmp_path / str(num_samples), records, per_flush=30)
+        compactor = make_compactor(tmp_path / str(num_samples), merge_bytes=20_000)
+        files = compactor.warehouse.samples.snapshot().files
+        opened = [compactor.warehouse.open_file("samples", file) for file in files]
+        tracemalloc.start()
+        merged = merge_files(opened, sample_types(SCHEMA), 10**6, 20_000)
+        pieces = [len(rows.counts_R) for rows in merged]
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert sum(pieces) == num_samples and len(pieces) >= 5
+    assert peaks[1] < 1.5 * peaks[0]
 
 
 def test_popular_columns_come_first_in_a_sealed_file(tmp_path: Path) -> None:

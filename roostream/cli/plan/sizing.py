@@ -27,6 +27,8 @@ _COMMIT_SHARE = 0.01  # of the time
 _MAX_DISK_SHARE = 0.8
 _ID_BYTES = 130  # trainer/dedupe.py
 _USER_BYTES, _ITEM_BYTES = 25_000, 171  # serving/online_features/store.py
+_SEAL_KEY_BYTES = 200  # of a sample, while its day is sealed: roostream/warehouse/compact.py
+_SEAL_BYTES = 5 * (128 << 20) + 300e6  # for `merge_bytes`, and for an idle compactor
 _READ_OF_UPDATER = 0.4  # what another updater adds to a request's read of Redis (docs/decisions/0118)
 _SPARE_CONNECTIONS = 32
 _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
@@ -272,7 +274,8 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
             min(partitions, MAX_PARTITIONS),
             "per topic",
             MAX_PARTITIONS / partitions_needed(load, costs) * rate,
-            f"two per task manager, and a day of each in the compactor's memory; at most {MAX_PARTITIONS}",
+            f"two per task manager, and the keys of a day of each in the compactor's memory; at most "
+            f"{MAX_PARTITIONS}",
         ),
         Need("brokers", brokers, "", math.inf, of_a_broker),
         Need("Kafka's disks", kept / 1e12, "TB", math.inf, why),
@@ -280,10 +283,10 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
 
 
 def partitions_needed(load: Load, costs: Costs) -> float:
-    """Partitions of each topic: at least two per task manager, and enough that a day's samples of one
-    partition fit in the compactor's memory, which is the share `busy` of a machine's."""
-    day_bytes = load.requests_per_s * 86_400 * load.sample_bytes
-    return max(2 * _managers(costs), day_bytes / (load.machine_gb * _GB * load.busy))
+    """Partitions of each topic: at least two per task manager, and enough that a day of one partition fits in
+    the compactor's memory, which is the share `busy` of a machine's."""
+    key_bytes = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES
+    return max(2 * _managers(costs), key_bytes / (load.machine_gb * _GB * load.busy - _SEAL_BYTES))
 
 
 def partitions_for(load: Load, costs: Costs) -> int:
@@ -512,7 +515,8 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
     archivers = load.requests_per_s * load.archive_us * _S * load.core / load.busy
     compactor = load.requests_per_s * load.compact_us * _S * load.core
     partitions = min(partitions_for(load, costs), MAX_PARTITIONS)
-    day = load.requests_per_s * 86_400 * load.sample_bytes / partitions
+    keys = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES / partitions
+    room = load.machine_gb * _GB * load.busy - _SEAL_BYTES
     return [
         Need(
             "archivers",
@@ -530,10 +534,11 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
         ),
         Need(
             "compactor's memory",
-            day / _GB,
+            (keys + _SEAL_BYTES) / _GB,
             "GB",
-            load.machine_gb * _GB * load.busy * MAX_PARTITIONS / day / partitions * load.requests_per_s,
-            f"a day of one of {partitions} partitions, uncompressed; {MAX_PARTITIONS} at most",
+            room * MAX_PARTITIONS / keys / partitions * load.requests_per_s,
+            f"{_SEAL_KEY_BYTES} bytes for each sample of a day of one of {partitions} partitions, and "
+            f"{_SEAL_BYTES / _GB:.2g} GB for what it merges at once (merge_bytes)",
         ),
     ]
 
