@@ -2,7 +2,8 @@
 
 What is due follows from the tables' logs alone. The files of a day and partition are merged into new ones.
 One commit replaces them and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`, so of two
-compactors one is rejected, while an archiver may append meanwhile. A sealed day holds each sample once,
+compactors that seal the same files one is rejected, while an archiver may append meanwhile. Each takes the
+partitions of a day in a random order, so that this is rare. A sealed day holds each sample once,
 ordered by user, the most popular columns first, with the latest labels beside those at the close. Readers of
 older versions continue: their files stay until the vacuum's age has passed and no pin names them.
 """
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -311,8 +313,11 @@ class CompactCounts:
 class Compactor:
     """Compacts one warehouse. One thread; several compactors may work on the same warehouse."""
 
-    def __init__(self, warehouse: Warehouse, config: CompactorConfig, clock: Clock) -> None:
+    def __init__(
+        self, warehouse: Warehouse, config: CompactorConfig, clock: Clock, rng: random.Random | None = None
+    ) -> None:
         self.warehouse, self.config, self.clock = warehouse, config, clock
+        self.rng = rng or random.Random()
         self.counts = CompactCounts()
         self.num_due = 0
         self._next_vacuum_s = clock.monotonic_s()
@@ -329,7 +334,7 @@ class Compactor:
         """
         self._check_tables()
         unavailable: UnavailableError | None = None
-        due = self.due()
+        due = sorted(self.due(), key=lambda seal: (seal.day, self.rng.random()))
         for n, seal in enumerate(due):
             if stop.is_set():
                 return

@@ -42,6 +42,12 @@ SMALL_CASES: dict[str, list[tuple[str, list[Any]]]] = {
         ("same_bytes", [1000, "get"]),
     ],
     "restore": [(f, [1000]) for f in ("from_home", "from_store", "from_link", "from_disk")],
+    "archive": [
+        ("archived", [20]),
+        ("written", [20]),
+        *(("sealed", [64, 8, merge_bytes]) for merge_bytes in (1 << 27, 1 << 12)),
+        ("sorted_by_arrow", [64, 8]),
+    ],
     "pipeline": [("steps", [4, 3, 2, 1]), ("dense", [4, 3, 2]), ("sparse", [4, 3])],
     "placement": [
         *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),

@@ -162,6 +162,7 @@ def test_values_that_can_change_at_any_time_touch_no_fixed_field(tmp_path: Path)
         ("WORKERS", {"controller"}),
         ("TASK_MANAGERS", {"joiner", "joiner-watch"}),
         ("ARCHIVERS", {"archiver"}),
+        ("COMPACTORS", set()),
         ("FEATURE_UPDATERS", {"features", "controller"}),
         ("AUDITORS", {"auditor", "controller"}),
         ("SERVING_LEAST", set()),

@@ -4,6 +4,7 @@ the labels at the close. It also retires old days and deletes unreferenced files
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 import tracemalloc
 from collections import Counter
@@ -20,6 +21,7 @@ from roostream.schema.ids import key_bytes, sample_id
 from roostream.warehouse.archive import sample_types
 from roostream.warehouse.compact import (
     Compactor,
+    Seal,
     compact_name,
     files_to_retire,
     folded_name,
@@ -311,6 +313,27 @@ def test_of_two_compactors_one_seals_and_no_row_is_duplicated(tmp_path: Path) ->
     (due,), (same,) = one.due(), two.due()
     assert one.seal(due) and not two.seal(same)
     assert count_offsets(tmp_path) == Counter((0, n) for n in range(53))
+
+
+def test_compactors_take_the_partitions_of_a_day_in_different_orders_and_the_oldest_day_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    days = [date(1970, 1, 1), date(1970, 1, 2)]
+    parts = [Seal(day, partition, (), ()) for day in days for partition in range(8)]
+    taken: list[list[tuple[date, int]]] = []
+    for seed in range(2):
+        compactor = make_compactor(tmp_path)
+        compactor.rng = random.Random(seed)
+        order: list[tuple[date, int]] = []
+        monkeypatch.setattr(compactor, "due", lambda: parts)
+        monkeypatch.setattr(compactor, "seal", lambda seal, order=order: order.append(seal[:2]))
+        compactor.run_once(threading.Event())
+        assert sorted(order) == [seal[:2] for seal in parts] and [d for d, _ in order] == sorted(
+            d for d, _ in order
+        )
+        taken.append(order)
+    assert taken[0] != taken[1]
 
 
 def test_a_damaged_file_stops_only_its_day_and_is_named(tmp_path: Path) -> None:

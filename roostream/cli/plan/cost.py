@@ -18,10 +18,10 @@ _CORES = (
     "workers",
     "shards",
     "archivers",
+    "compactors",
     "feature updaters",
     "auditors",
 )
-_SINGLE = ("Redis", "compactor")  # cores, at least a quarter of one each
 _PROCESS_GB = 2  # assumed, of a task manager, a worker, or an archiver
 _MAX_DISK_USE = 0.8  # assumed share of a broker's disk that may be full
 _KEPT_COPIES = 31  # of all rows: a commit of each kept hour and day (keep_hours, keep_days)
@@ -72,13 +72,13 @@ def cost_of(load: Load, needs: Sequence[Need], prices: Prices) -> Cost:
     broker has a machine of its own. The rate is the peak's, all month.
     """
     amount = {need.what: need.amount for need in needs}
-    cores = sum(amount[name] for name in _CORES) + sum(max(amount[name], 0.25) for name in _SINGLE) + 1
+    cores = sum(amount[name] for name in _CORES) + max(amount["Redis"], 0.25) + 1
     memory_gb = (
         amount["shards' memory"]
         + min(amount["a serving machine's memory"], load.machine_gb * load.busy)
         * max(amount["serving machines"], MIN_SERVING_MACHINES)
         + amount["Redis' memory"]
-        + amount["compactor's memory"]
+        + amount["a compactor's memory"] * amount["compactors"]
         + amount["dedupe ids"] * amount["workers"]
         + _PROCESS_GB * (amount["task managers"] + amount["workers"] + amount["archivers"])
     )

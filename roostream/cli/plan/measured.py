@@ -69,6 +69,12 @@ SOURCES: Mapping[str, FigureSource] = {
     "call_us": FigureSource("rpc", "64 bytes there and back, one call at a time", "runtime.rpc", "cpu_us"),
     "decode_11_us": FigureSource("decode", "a poll of 64 samples of 11 candidates", "chunk", "cpu_us"),
     "decode_200_us": FigureSource("decode", "a poll of 64 samples of 200 candidates", "chunk", "cpu_us"),
+    "archive_us": FigureSource(
+        "archive", "4,096 samples of 20 candidates are archived", "the archiver", "cpu_us"
+    ),
+    "compact_us": FigureSource(
+        "archive", "a day of 65,536 samples in 32 files is sealed", "in passes", "cpu_us"
+    ),
     "freeze_ms": FigureSource(
         "commit", "one shard's part, 1 000 000 rows changed", "the shard", "copy, pushes wait, ms"
     ),

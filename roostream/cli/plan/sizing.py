@@ -79,8 +79,6 @@ class Load(Settings):
         "compare_share, here of 0.1",
         ge=0,
     )
-    archive_us: float = setting(60.0, "assumed microseconds of an archiver for a sample", gt=0)
-    compact_us: float = setting(30.0, "assumed microseconds of the compactor for a sample", gt=0)
     dedupe_h: float = setting(1.0, "hours for which workers remember sample ids (dedupe_horizon_ms)", ge=0)
     task_manager_disk_gb: float = setting(20.0, "disk of a task manager for its state", gt=0)
     broker_disk_gb: float = setting(16_000.0, "disks of a broker", gt=0)
@@ -512,8 +510,8 @@ def _redis_cores(load: Load) -> float:
 
 
 def _warehouse(load: Load, costs: Costs) -> list[Need]:
-    archivers = load.requests_per_s * load.archive_us * _S * load.core / load.busy
-    compactor = load.requests_per_s * load.compact_us * _S * load.core
+    archivers = load.requests_per_s * costs.of("archive_us") / load.busy
+    compactors = load.requests_per_s * costs.of("compact_us") / load.busy
     partitions = min(partitions_for(load, costs), MAX_PARTITIONS)
     keys = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES / partitions
     room = load.machine_gb * _GB * load.busy - _SEAL_BYTES
@@ -523,17 +521,19 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
             min(math.ceil(archivers), MAX_PARTITIONS),
             "with one core",
             MAX_PARTITIONS / archivers * load.requests_per_s,
-            f"{load.archive_us:g} µs per sample are assumed (archive_us); at most one per partition",
+            f"{costs.of('archive_us') / _S:.0f} µs per sample: {SOURCES['archive_us']}; at most one per "
+            "partition",
         ),
         Need(
-            "compactor",
-            compactor,
-            "cores of one process",
-            load.busy / compactor * load.requests_per_s,
-            f"{load.compact_us:g} µs per sample are assumed (compact_us); one process seals every day",
+            "compactors",
+            min(math.ceil(compactors), MAX_PARTITIONS),
+            "with one core",
+            MAX_PARTITIONS / compactors * load.requests_per_s,
+            f"{costs.of('compact_us') / _S:.0f} µs per sample: {SOURCES['compact_us']}; at most one per "
+            "partition",
         ),
         Need(
-            "compactor's memory",
+            "a compactor's memory",
             (keys + _SEAL_BYTES) / _GB,
             "GB",
             room * MAX_PARTITIONS / keys / partitions * load.requests_per_s,
