@@ -325,7 +325,8 @@ class Compactor:
 
     def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
         """Seal what is due, merge corrections, retire and, once an hour, vacuum. A damaged file, a missing
-        schema or a file that cannot be read now stops its own day only. `beat` is called after each seal.
+        schema or a file that cannot be read now stops its own day only. `beat` is called after each piece of
+        a seal, and after each other step.
 
         Raises:
             UnavailableError: the warehouse, or a file of a day that is due, cannot be used now; finished
@@ -340,15 +341,16 @@ class Compactor:
                 return
             self.num_due = len(due) - n
             try:
-                self.seal(seal)
+                self.seal(seal, beat)
             except UnavailableError as error:
                 unavailable = unavailable or error
             except Exception as error:
                 self._damaged(f"{seal.day} partition {seal.partition} is not sealed", error)
             beat()
         self.num_due = 0
-        self.merge_corrections()
+        self.merge_corrections(beat)
         self.retire()
+        beat()
         if self.clock.monotonic_s() >= self._next_vacuum_s:
             self.vacuum()
             self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
@@ -392,8 +394,9 @@ class Compactor:
             self.clock.now_ms(),
         )
 
-    def seal(self, seal: Seal) -> bool:
-        """Steps 2 and 3. False: another compactor was first; nothing was changed.
+    def seal(self, seal: Seal, beat: Callable[[], None] = lambda: None) -> bool:
+        """Steps 2 and 3. `beat` is called after each piece. False: another compactor was first; nothing was
+        changed.
 
         Raises:
             UnavailableError: the warehouse cannot be read or written now.
@@ -404,7 +407,7 @@ class Compactor:
         before = table.snapshot()
         if not {file.path for file in seal.files} <= {file.path for file in before.files}:
             return False
-        new_files, count = self._write_sealed(seal), before.progress(name)
+        new_files, count = self._write_sealed(seal, beat), before.progress(name)
         steps = {name: ProgressStep(count, (count or 0) + 1)}
         for topic, behind in next_offset_by_topic(seal.corrections).items():
             source = folded_name(seal.day, seal.partition, topic)
@@ -425,7 +428,7 @@ class Compactor:
         log.info("sealed %s partition %d: %s", seal.day, seal.partition, replaced)
         return True
 
-    def merge_corrections(self) -> int:
+    def merge_corrections(self, beat: Callable[[], None] = lambda: None) -> int:
         """Merge the files of corrections of each sealed day and partition that has many; return how many were
         merged. A damaged file stops its own day only. Raises UnavailableError."""
         samples, late = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
@@ -453,6 +456,7 @@ class Compactor:
                 self._damaged(f"corrections of {day} partition {partition} are not merged", error)
             else:
                 merged += len(files)
+            beat()
         return merged
 
     def _merged_corrections(self, files: Sequence[DataFile], group: tuple[int, str]) -> list[DataFile]:
@@ -531,7 +535,7 @@ class Compactor:
         self.counts.deleted += len(deleted)
         return deleted
 
-    def _write_sealed(self, seal: Seal) -> list[DataFile]:
+    def _write_sealed(self, seal: Seal, beat: Callable[[], None]) -> list[DataFile]:
         """The new files, one set for each writer and topic."""
         new_files: list[DataFile] = []
         order = self.warehouse.column_order()
@@ -548,8 +552,8 @@ class Compactor:
                 topic=topic,
                 sealed=True,
             )
-            with self._merged_to_few_runs(files, column_types, key) as opened:
-                for merged in self._merge(opened, column_types):
+            with self._merged_to_few_runs(files, column_types, key, beat) as opened:
+                for merged in self._merge(opened, column_types, beat):
                     rows = with_latest(merged, writer, latest)
                     self.warehouse.samples.widen(rows.column_types)
                     new_files += [
@@ -558,13 +562,19 @@ class Compactor:
         return new_files
 
     def _merge(
-        self, files: Sequence[SampleFile], column_types: Mapping[str, ColumnType]
+        self, files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], beat: Callable[[], None]
     ) -> Iterator[FileRows]:
-        return merge_files(files, column_types, self.config.max_rows, self.config.merge_bytes)
+        for piece in merge_files(files, column_types, self.config.max_rows, self.config.merge_bytes):
+            yield piece
+            beat()
 
     @contextlib.contextmanager
     def _merged_to_few_runs(
-        self, files: Sequence[DataFile], column_types: Mapping[str, ColumnType], key: FileKey
+        self,
+        files: Sequence[DataFile],
+        column_types: Mapping[str, ColumnType],
+        key: FileKey,
+        beat: Callable[[], None],
     ) -> Iterator[list[SampleFile]]:
         """Open `files`. If they are more runs than one merge should read (`max_runs`), merge them to fewer,
         longer runs first, as an external merge sort does. Longer runs are files that no log names. They are
@@ -582,7 +592,7 @@ class Compactor:
                 for part in parts:
                     run = [
                         write_rows(self.warehouse.store, piece, key)
-                        for merged in self._merge([file for run in part for file in run], column_types)
+                        for merged in self._merge([file for run in part for file in run], column_types, beat)
                         for piece in split_rows(merged)
                     ]
                     longer += run

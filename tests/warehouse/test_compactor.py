@@ -258,7 +258,9 @@ def test_a_seal_in_several_passes_changes_no_row_and_leaves_no_file_of_a_pass(tm
     (seal,) = compactor.due()
     runs = [[warehouse.open_file("samples", file)] for file in seal.files]
     assert len(runs) == 24 and max_runs(runs, 8_000) == 8 and max_runs(runs, 1 << 27) > 24
-    assert compactor.seal(seal)
+    beats: list[int] = []
+    assert compactor.seal(seal, lambda: beats.append(1))
+    assert len(beats) > 24, "a long seal must report its progress, or it is killed as stalled"
 
     users: list[list[int]] = []
     found: dict[int, tuple[bytes, bytes]] = {}
@@ -327,7 +329,7 @@ def test_compactors_take_the_partitions_of_a_day_in_different_orders_and_the_old
         compactor.rng = random.Random(seed)
         order: list[tuple[date, int]] = []
         monkeypatch.setattr(compactor, "due", lambda: parts)
-        monkeypatch.setattr(compactor, "seal", lambda seal, order=order: order.append(seal[:2]))
+        monkeypatch.setattr(compactor, "seal", lambda seal, beat, order=order: order.append(seal[:2]))
         compactor.run_once(threading.Event())
         assert sorted(order) == [seal[:2] for seal in parts] and [d for d, _ in order] == sorted(
             d for d, _ in order
