@@ -108,7 +108,8 @@ def apply(counters: Counters, event: Event) -> None:
 
 
 def touched(counters: Counters, event: Event) -> Keys:
-    """The states that the event changes. The fields of its list must be loaded."""
+    """The states that the event changes. The fields of its list must be loaded; those of a shown list are
+    remembered in `counters`."""
     seen = counters.seen_keys(event.event_id)
     if isinstance(event, Shown):
         counters.remember(event.item_ids, event.time_ms, event.fields)
@@ -182,9 +183,12 @@ class FeatureUpdater:
     def _apply(self, records: Sequence[Record]) -> bool:
         found = [(record.topic, self._event(record)) for record in records]
         events = [event for _, event in found if isinstance(event, Shown | Engaged)]
-        counters = Counters(self.schema)
-        self.store.load(counters, merge_keys(counters.list_keys(event.fields) for event in events))
-        keys = merge_keys(touched(counters, event) for event in events)
+        counters, known = Counters(self.schema), Counters(self.schema)
+        lists = merge_keys(counters.list_keys(event.fields) for event in events)
+        self.store.load(known, lists)
+        counters.load(lists, known.dump(lists))
+        # In `known`, so that applying an event does not see the lists of later events.
+        keys = merge_keys(touched(known, event) for event in events)
         self.store.load(counters, {name: entity_keys for name, entity_keys in keys.items() if name != LISTS})
         for event in events:
             apply(counters, event)
