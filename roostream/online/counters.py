@@ -15,6 +15,7 @@ import numpy as np
 
 from roostream.online.entity_fields import (
     NO_FIELDS,
+    REMEMBERED_MS,
     EntityFields,
     ShownFields,
     key_of,
@@ -133,15 +134,16 @@ class Counters:
                 self._count(entity, ids, 1, time_ms, action, value)
 
     def remember(self, item_ids: Sequence[int] | np.ndarray, time_ms: int, fields: EntityFields) -> None:
-        """Store the fields of a shown list that its engagements will count by; known fields stay as they
-        are."""
+        """Store the fields of a shown list that its engagements will count by; known fields stay as they are.
+        A request id that is used again after REMEMBERED_MS names another list."""
         if not fields.list_id:
             return
         ro, nro = remembered_by_side(self.plan, self.schema)
         item_n = as_int64(item_ids)
         candidate = {name: fields.candidate[name] for name in nro}
         known = self._lists.get(fields.list_id)
-        if known is None:
+        if known is None or time_ms - known.time_ms > REMEMBERED_MS:
+            self._lists.pop(fields.list_id, None)
             self._lists[fields.list_id] = ShownFields(
                 time_ms, {name: fields.request.get(name, 0) for name in ro}, item_n, candidate
             )
@@ -150,7 +152,7 @@ class Counters:
         else:
             if fields.has_ro and not any(known.request.values()):
                 known.request = {name: fields.request.get(name, 0) for name in ro}
-            known.add(item_n, candidate)
+            known.add(item_n, candidate, self.schema.limits.max_candidates)
 
     def read(
         self,
