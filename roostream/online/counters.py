@@ -8,6 +8,7 @@ request and reads them. All three run the same code, and equal events give equal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -73,6 +74,39 @@ def stateless_features(
         "position": np.arange(first_position, first_position + n, dtype=np.float32),
         "item_id": item_ids,
     }
+
+
+def with_online(
+    side: Side, sources: Mapping[str, str], given: Mapping[str, Any], online: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The given values of a side, with missing ones filled from `online`, of a column of candidates only in
+    the rows that lack a value. `sources`: from `sources_of`."""
+    out = dict(given)
+    for name, source in sources.items():
+        fresh = online.get(source)
+        if out.get(name) is None:
+            out[name] = fresh
+        elif side == "nro" and fresh is not None and some_missing(out[name]):
+            out[name] = _filled(out[name], fresh)
+    return out
+
+
+def some_missing(column: Any) -> bool:
+    """Whether a row of this column of candidates has no value: None or NaN."""
+    if isinstance(column, np.ndarray):
+        return bool(np.isnan(column).any())
+    has_floats = len(column) > 0 and isinstance(column[0], float)  # lists of ids have no NaN
+    return None in column or (has_floats and any(map(math.isnan, column)))
+
+
+def _filled(column: Any, fresh: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return np.where(np.isnan(column), fresh, column)
+    return [f if _is_missing(v) else v for v, f in zip(column, fresh, strict=True)]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 class Counters:
