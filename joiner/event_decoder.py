@@ -6,23 +6,26 @@ Each record is decoded alone, independent of earlier ones, so a bad record affec
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import TypeAlias
 
 from joiner.outputs import Output, dead_letter
 from joiner.state import Engagement, Impression, Origin, Page
 from joiner.wire_offsets import ITEMS, field_offsets, field_value
 from roostream.errors import CheckpointError, UnavailableError, WireError
-from roostream.schema.ids import NO_KEY, hash64, key_bytes
+from roostream.schema.ids import NO_KEY, hash64
 from roostream.schema.schema import Limits, Registry
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import check_block
+from roostream.wire.event_checks import (
+    MAX_NAME_BYTES,
+    check_engagement,
+    check_finite,
+    check_header,
+    check_num_candidates,
+)
 from roostream.wire.records import Record
 
-MAX_TIME_MS = 253_402_300_799_999  # the last millisecond of the year 9999
-MAX_NAME_BYTES = 64
 MAX_ERROR_CHARS = 512  # of the error in a dead letter
 
 Event: TypeAlias = Impression | Engagement
@@ -53,9 +56,9 @@ class EventDecoder:
             message = self._parse(record.value)
             if isinstance(message, (pb.Heartbeat, pb.EndMarker)):
                 return message
-            _check_header(record, message.header)
+            check_header(record, message.header)
             if isinstance(message, pb.Engagement):
-                _check_engagement(message)
+                check_engagement(message)
                 return _engagement(record, origin, message)
             self._check_impression(message)
             return _impression(record, origin, message)
@@ -82,9 +85,8 @@ class EventDecoder:
         if schema is None:
             text = f"expected the fingerprint of a registered schema, got {message.header.schema:016x}"
             raise WireError("unknown_schema", text)
+        check_num_candidates(message, self.limits.max_candidates)
         n, t = len(message.item_ids), len(schema.labels)
-        if n > self.limits.max_candidates:
-            raise WireError("oversized", f"expected at most {self.limits.max_candidates} candidates, got {n}")
         for name, length, expected in (
             ("scores", len(message.scores), n * t),
             ("positions", len(message.positions), n),
@@ -93,8 +95,8 @@ class EventDecoder:
             if length not in (0, expected):
                 text = f"expected {expected} {name} for {n} candidates (or none), got {length}"
                 raise WireError("bad_shape", text)
-        _check_finite("scores", message.scores)
-        _check_finite("weight and propensities", (message.weight, *message.propensities))
+        check_finite("scores", message.scores)
+        check_finite("weight and propensities", (message.weight, *message.propensities))
         if not 0 <= message.weight <= wire.MAX_WEIGHT or not all(0 < p <= 1 for p in message.propensities):
             text = f"expected a weight in 0..{wire.MAX_WEIGHT:g} and propensities in (0, 1]"
             raise WireError("bad_number", text)
@@ -121,43 +123,6 @@ class EventDecoder:
             event_id=event_id,
             request_id=request_id,
         )
-
-
-def _check_header(record: Record, header: pb.Header) -> None:
-    if not 1 <= len(header.request_id.encode()) <= MAX_NAME_BYTES:
-        text = f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}"
-        raise WireError("bad_shape", text)
-    if len(header.surface.encode()) > MAX_NAME_BYTES:
-        text = f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}"
-        raise WireError("bad_shape", text)
-    if len(header.traceparent) > MAX_NAME_BYTES:
-        text = f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}"
-        raise WireError("bad_shape", text)
-    if not 1 <= header.time_ms <= MAX_TIME_MS:
-        raise WireError("bad_time", f"expected a time in 1..{MAX_TIME_MS} ms, got {header.time_ms}")
-    if header.time_ms != record.timestamp_ms:
-        text = f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}"
-        raise WireError("bad_time", text)
-    key = key_bytes(header.user_id, header.session_id, header.request_id)
-    if record.key != key:
-        got = "none" if record.key is None else record.key[:16].hex()
-        text = f"expected key {key.hex()} of user {header.user_id}, session {header.session_id}, got {got}"
-        raise WireError("bad_shape", text)
-
-
-def _check_engagement(message: pb.Engagement) -> None:
-    if not message.event_id:
-        text = "expected an event id, got 0: without one a retry looks like a second engagement"
-        raise WireError("bad_shape", text)
-    if not 1 <= len(message.action.encode()) <= MAX_NAME_BYTES:
-        text = f"expected an action of 1..{MAX_NAME_BYTES} bytes, got {len(message.action.encode())}"
-        raise WireError("bad_shape", text)
-    _check_finite("value", (message.value,))
-
-
-def _check_finite(name: str, values: Iterable[float]) -> None:
-    if not all(map(math.isfinite, values)):
-        raise WireError("non_finite", f"expected finite {name}, got an infinity or NaN")
 
 
 def _impression(record: Record, origin: Origin, message: pb.Impression) -> Impression:

@@ -545,10 +545,13 @@ class Join:
         elif request.phase == EXPIRED:
             self._refuse_too_late(step, request_id, request, event)
         elif event_id in request.waiting:
+            newer_id = next(iter(request.waiting[request.waiting.index(event_id) + 1 :]), 0)
             self._give_up(step, request_id, request, event)
-            if request.phase == WAITING and not request.waiting:
-                self._remove(step, request_id, request)
-                return
+            if request.phase == WAITING:
+                if not request.waiting:
+                    self._remove(step, request_id, request)
+                    return
+                _unlink_refused(step.state, request_id, request, event, newer_id)
         step.state.requests[request_id] = request
 
     def _close(self, step: StepResult, request_id: str, request: Request) -> None:
@@ -821,6 +824,23 @@ def _mark_seen(
     request.num_bytes -= engagement_cost(event)
     seen = SeenEngagement(event.event_id, event.previous_id, forgotten)
     state.engagements_of(request_id)[event.event_id] = seen
+
+
+def _unlink_refused(
+    state: JoinState, request_id: str, request: Request, event: Engagement, newer_id: int
+) -> None:
+    """Remove a refused engagement of a WAITING request, whose list has the order of `waiting`. Such a request
+    may live as long as its id is used, so marks would accumulate. `newer_id`: of the next one; 0 = none."""
+    stored = state.engagements_of(request_id)
+    newer = stored.get(newer_id) if newer_id else None
+    if newer is None and request.newest_event == event.event_id:
+        request.newest_event = event.previous_id
+    elif newer is not None and newer.previous_id == event.event_id:
+        newer.previous_id = event.previous_id
+        stored[newer_id] = newer
+    else:
+        return  # state of an earlier build has marks in between
+    del stored[event.event_id]
 
 
 def _keep_pending(state: JoinState, request_id: str, request: Request) -> list[Engagement]:

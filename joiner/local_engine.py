@@ -23,6 +23,7 @@ from roostream.runtime.event_time import START, SteppedEventTime
 from roostream.runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
 from roostream.schema.schema import Registry, Schema
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.event_checks import MAX_TIME_MS
 from roostream.wire.records import Record
 
 log = logging.getLogger("roostream.joiner")
@@ -162,7 +163,7 @@ class LocalEngine:
         if isinstance(event, (Impression, Engagement)):
             outputs = self._apply(record, event)
             time.event(record.timestamp_ms, self._max_step_ms)
-        elif event.time_ms == record.timestamp_ms:  # others are ignored
+        elif event.time_ms == record.timestamp_ms and 1 <= event.time_ms <= MAX_TIME_MS:  # others are ignored
             if isinstance(event, pb.Heartbeat):
                 time.heartbeat(event.time_ms, event.producer, self._producer_timeout_ms)
             else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from confluent_kafka import KafkaError
@@ -42,13 +42,14 @@ _POLL_RECORDS = 512
 class KafkaSink:
     """Writes outputs with an idempotent producer."""
 
-    def __init__(self, broker: Broker, prefix: str) -> None:
-        self.prefix = prefix
+    def __init__(self, broker: Broker, prefix: str, gives_up: Callable[[], bool] = lambda: False) -> None:
+        """`gives_up`: the process is ending and cannot wait for Kafka any longer."""
+        self.prefix, self.gives_up = prefix, gives_up
         self._producer = clients.producer(broker)
         self._error = ""
 
     def write(self, outputs: Sequence[Output]) -> None:
-        """Queue records; may block while the queue is full."""
+        """Queue records; may block while the queue is full. Raises UnavailableError: it gave up."""
         for output in outputs:
             clients.send(
                 self._producer,
@@ -57,12 +58,13 @@ class KafkaSink:
                 value=output.value,
                 timestamp_ms=output.timestamp_ms or 0,  # librdkafka: 0 = now
                 on_delivery=self._delivered,
+                give_up=self.gives_up,
             )
 
     def flush(self, stop: threading.Event) -> bool:
-        """Wait until all queued records are acknowledged; False if `stop` was set first."""
+        """Wait until all queued records are acknowledged; False if `stop` was set or it gave up first."""
         while clients.flush(self._producer, 0.2):
-            if stop.is_set():
+            if stop.is_set() or self.gives_up():
                 return False
         if self._error:
             raise UnavailableError(
@@ -144,7 +146,8 @@ class LocalRunner:
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set; the last snapshot includes all records that were read."""
+        """Until `stop` is set; the last snapshot includes all records that were read, unless Kafka is away
+        then."""
         name = self.snapshots.restore(self.engine)  # 4
         log.info("the join continues from %s", name or "the oldest records: there is no snapshot")
         # Offset 0: nothing was read of the partition.
@@ -161,7 +164,11 @@ class LocalRunner:
             if self.clock.monotonic_s() >= checkpoint_s:
                 self.checkpoint(stop)
                 checkpoint_s = self.clock.monotonic_s() + self.config.checkpoint_interval_ms / 1000
-        self.checkpoint(threading.Event())
+        if not self.checkpoint(threading.Event()):
+            log.warning(
+                "Kafka did not acknowledge the last outputs, so there is no snapshot of the last records; a "
+                "restart joins them again"
+            )
 
     def step(self, timeout_s: float = 0.05) -> None:
         """Join the next records, find idle partitions, and pause partitions that are far ahead (1)."""
@@ -182,9 +189,9 @@ class LocalRunner:
         self.metrics.set_state(watermark_ms, self.engine.num_keys, self.engine.num_requests, reached_ms)
         self.health.turned(self._event_time.observe(watermark_ms, self._num_records, reached_ms))
 
-    def checkpoint(self, stop: threading.Event) -> None:
-        """Wait until all outputs are acknowledged, then write a snapshot (2, 3). If `stop` is set first, none
-        is written."""
+    def checkpoint(self, stop: threading.Event) -> bool:
+        """Wait until all outputs are acknowledged, then write a snapshot (2, 3). False: none was written,
+        because `stop` was set or the sink gave up first."""
         with self.health.waiting("Kafka to acknowledge the joiner's outputs"):
             acknowledged = self.sink.flush(stop)
         if acknowledged:
@@ -194,6 +201,7 @@ class LocalRunner:
             self.metrics.set_snapshot(
                 self.clock.now_ms(), duration_s, len(snapshot), self.engine.rules_changed
             )
+        return acknowledged
 
     def _decode(self, record: Record) -> Event | TimeMark | Output:
         """Decode a record; wait while its schema can't be loaded. Raises UnavailableError: stopped."""

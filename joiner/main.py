@@ -18,9 +18,12 @@ from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsume
 from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.program import Stop
 from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
+from roostream.runtime.thread_group import StopBudget
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
+
+_STOP_S = 10.0  # for the last outputs after SIGTERM; less than roostream.runtime.program.STOP_S
 
 
 def run(config: JoinerConfig) -> int:
@@ -55,7 +58,8 @@ def run_local(
         partitions=engine.partitions, prefix=config.prefix, skip_lost_records=config.skip_lost
     )
     consumer = KafkaConsumer.open(config.broker, f"{config.prefix}roostream-joiner", options)
-    sink = KafkaSink(config.broker, config.prefix)
+    budget = StopBudget(stop, _STOP_S)
+    sink = KafkaSink(config.broker, config.prefix, gives_up=lambda: not budget.left_s())
     snapshots = SnapshotStore(open_store(config.home))
     try:
         LocalRunner(

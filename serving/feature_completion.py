@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from roostream.errors import WireError
-from roostream.online.counters import STATELESS_FEATURES, sources_of, stateless_features
+from roostream.online.counters import (
+    STATELESS_FEATURES,
+    some_missing,
+    sources_of,
+    stateless_features,
+    with_online,
+)
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.schema.schema import Schema
 from roostream.wire.block import Columns, Side, flat_values, nro_columns, pack, ro_columns, values_of
@@ -78,7 +84,7 @@ class FeatureCompletion:
         if any(name not in request.ro for name in self._stateful["ro"]):
             return True
         return any(
-            name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"]
+            name not in request.nro or some_missing(request.nro[name]) for name in self._stateful["nro"]
         )
 
     def fields(self, request: RankRequest) -> EntityFields:
@@ -116,31 +122,10 @@ class FeatureCompletion:
             if ro is not None and nro is not None:
                 return ro, nro
             self._decode_blocks(request, blocks)
-        given = self._complete("ro", request.ro, ro_online), self._complete("nro", request.nro, nro_online)
-        return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
-
-    def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
-        """The given values, with missing ones filled from `online`; of an NRO column only the rows that lack
-        a value."""
-        out = dict(given)
-        for name, source in self._sources[side].items():
-            fresh = online.get(source)
-            if out.get(name) is None:
-                out[name] = fresh
-            elif side == "nro" and fresh is not None and _some_missing(out[name]):
-                out[name] = _merged(out[name], fresh)
-        return out
-
-
-def _some_missing(column: Any) -> bool:
-    return bool(np.isnan(column).any()) if isinstance(column, np.ndarray) else None in column
+        ro_given = with_online("ro", self._sources["ro"], request.ro, ro_online)
+        nro_given = with_online("nro", self._sources["nro"], request.nro, nro_online)
+        return ro_columns(self.schema, ro_given), nro_columns(self.schema, nro_given, n)
 
 
 def _all_missing(column: Any) -> bool:
     return bool(np.isnan(column).all()) if isinstance(column, np.ndarray) else all(v is None for v in column)
-
-
-def _merged(column: Any, fresh: Any) -> Any:
-    if isinstance(column, np.ndarray):
-        return np.where(np.isnan(column), fresh, column)
-    return [f if v is None else v for v, f in zip(column, fresh, strict=True)]

@@ -13,7 +13,7 @@ _PARTITION = ("partition",)
 
 SELECTION = {  # of `Selection.report`
     "roostream_worker_skip_share": MetricSpec("share of requests that selection skipped"),
-    "roostream_worker_probed_total": MetricSpec("skipped requests that were trained as probes"),
+    "roostream_worker_probed_total": MetricSpec("skipped requests that were scored"),
     "roostream_worker_train_weight_mean": MetricSpec("mean weight of trained requests"),
     "roostream_worker_slipstream_phase": MetricSpec("0 count, 1 snapshot, 2 skip, 3 over"),
     "roostream_worker_slipstream_hot_rows": MetricSpec("rows that Slipstream tracks"),
@@ -70,7 +70,7 @@ DRIFT = {  # of `DriftDetector.report`
 }
 
 WORKER = {
-    "roostream_worker_requests_total": MetricSpec("requests scored"),
+    "roostream_worker_requests_total": MetricSpec("requests scored, or skipped without a score"),
     "roostream_worker_candidates_total": MetricSpec("candidates scored"),
     "roostream_worker_frozen_total": MetricSpec("requests scored but not trained (freeze_at_ms)"),
     "roostream_worker_non_finite_total": MetricSpec("requests with non-finite results"),
@@ -91,7 +91,7 @@ WORKER = {
     "roostream_worker_lag_records": MetricSpec("samples that are not trained yet"),
     "roostream_worker_lag_seconds": MetricSpec("lag in event time"),
     "roostream_worker_hidden_records": MetricSpec("samples of open transactions"),
-    "roostream_worker_retention_share": MetricSpec("share of the retention time used up"),
+    "roostream_worker_retention_share": MetricSpec("lag as a share of the records that retention keeps"),
     "roostream_worker_arrived_per_second": MetricSpec("samples that arrive per second"),
     "roostream_worker_consumed_per_second": MetricSpec("samples trained per second"),
     "roostream_worker_drained_per_second": MetricSpec("decrease of the lag per second"),

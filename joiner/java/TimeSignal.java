@@ -12,7 +12,7 @@ final class TimeSignal {
     enum Kind { NOTHING, EVENT, HEARTBEAT, END_MARKER }
 
     private static final int VERSION = 1;
-    private static final long MAX_TIME_MS = 253_402_300_799_999L; // as joiner/event_decoder.py
+    private static final long MAX_TIME_MS = 253_402_300_799_999L; // as roostream/wire/event_checks.py
     private static final int HEADER_TIME = 5;
 
     final Kind kind;

@@ -8,6 +8,7 @@ request and reads them. All three run the same code, and equal events give equal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from roostream.online.entity_fields import (
     NO_FIELDS,
+    REMEMBERED_MS,
     EntityFields,
     ShownFields,
     key_of,
@@ -72,6 +74,39 @@ def stateless_features(
         "position": np.arange(first_position, first_position + n, dtype=np.float32),
         "item_id": item_ids,
     }
+
+
+def with_online(
+    side: Side, sources: Mapping[str, str], given: Mapping[str, Any], online: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The given values of a side, with missing ones filled from `online`, of a column of candidates only in
+    the rows that lack a value. `sources`: from `sources_of`."""
+    out = dict(given)
+    for name, source in sources.items():
+        fresh = online.get(source)
+        if out.get(name) is None:
+            out[name] = fresh
+        elif side == "nro" and fresh is not None and some_missing(out[name]):
+            out[name] = _filled(out[name], fresh)
+    return out
+
+
+def some_missing(column: Any) -> bool:
+    """Whether a row of this column of candidates has no value: None or NaN."""
+    if isinstance(column, np.ndarray):
+        return bool(np.isnan(column).any())
+    has_floats = len(column) > 0 and isinstance(column[0], float)  # lists of ids have no NaN
+    return None in column or (has_floats and any(map(math.isnan, column)))
+
+
+def _filled(column: Any, fresh: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return np.where(np.isnan(column), fresh, column)
+    return [f if _is_missing(v) else v for v, f in zip(column, fresh, strict=True)]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 class Counters:
@@ -133,15 +168,16 @@ class Counters:
                 self._count(entity, ids, 1, time_ms, action, value)
 
     def remember(self, item_ids: Sequence[int] | np.ndarray, time_ms: int, fields: EntityFields) -> None:
-        """Store the fields of a shown list that its engagements will count by; known fields stay as they
-        are."""
+        """Store the fields of a shown list that its engagements will count by; known fields stay as they are.
+        A request id that is used again after REMEMBERED_MS names another list."""
         if not fields.list_id:
             return
         ro, nro = remembered_by_side(self.plan, self.schema)
         item_n = as_int64(item_ids)
         candidate = {name: fields.candidate[name] for name in nro}
         known = self._lists.get(fields.list_id)
-        if known is None:
+        if known is None or time_ms - known.time_ms > REMEMBERED_MS:
+            self._lists.pop(fields.list_id, None)
             self._lists[fields.list_id] = ShownFields(
                 time_ms, {name: fields.request.get(name, 0) for name in ro}, item_n, candidate
             )
@@ -150,7 +186,7 @@ class Counters:
         else:
             if fields.has_ro and not any(known.request.values()):
                 known.request = {name: fields.request.get(name, 0) for name in ro}
-            known.add(item_n, candidate)
+            known.add(item_n, candidate, self.schema.limits.max_candidates)
 
     def read(
         self,

@@ -151,9 +151,10 @@ class ShownFields:
     item_n: np.ndarray  # int64
     candidate: dict[str, np.ndarray]  # int64 [n]
 
-    def add(self, item_n: np.ndarray, candidate: Mapping[str, np.ndarray]) -> None:
-        """Add a page; the fields of a known item stay as they are."""
-        new_n = ~np.isin(item_n, self.item_n)
+    def add(self, item_n: np.ndarray, candidate: Mapping[str, np.ndarray], max_items: int) -> None:
+        """Add a page; the fields of a known item stay as they are. Items beyond `max_items` are left out: the
+        joiner refuses their page."""
+        new_n = np.flatnonzero(~np.isin(item_n, self.item_n))[: max(max_items - len(self.item_n), 0)]
         self.item_n = np.concatenate([self.item_n, item_n[new_n]])
         self.candidate = {
             name: np.concatenate([ids, candidate[name][new_n]]) for name, ids in self.candidate.items()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from roostream.online.counters import Counters, sources_of, stateless_features
+from roostream.online.counters import Counters, sources_of, stateless_features, with_online
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.online.seen_events import engagement_id, list_id
 from roostream.replay.datasets import Clicks
@@ -27,7 +27,7 @@ from roostream.schema.ids import key_bytes, unsigned
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.block import Side, encode_nro, encode_ro
 from roostream.wire.records import Record
 
 
@@ -49,7 +49,8 @@ class ReplayEncoder:
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters, self._reader = Counters(schema), FieldReader(schema)
         self.profile = profile
-        self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
+        sides: tuple[Side, ...] = ("ro", "nro")
+        self._sources = {side: sources_of(schema, side) for side in sides}
         self._delayed: list[tuple[int, int, Event]] = []  # heap of (due_ms, order of arrival, event)
         self._arrival = 0
         self._unlogged: Iterator[Action] = iter(())
@@ -85,13 +86,13 @@ class ReplayEncoder:
         message = pb.Impression(
             header=self._header(request),
             item_ids=request.items_n.view(np.uint64).tolist(),
-            nro=encode_nro(self.schema, self._merge("nro", request.nro, nro | fixed_nro), num_rows),
+            nro=encode_nro(self.schema, self._with_online("nro", request.nro, nro | fixed_nro), num_rows),
             positions=request.positions or range(num_rows),
             propensities=request.propensities,
             weight=request.weight,
         )
         if request.ro is not None:
-            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro | fixed_ro))
+            message.ro = encode_ro(self.schema, self._with_online("ro", request.ro, ro | fixed_ro))
         if self.profile is not None:
             self.profile.add(request, message.ro if request.ro is not None else None, message.nro)
         return wire.encode(wire.IMPRESSION, message)
@@ -125,12 +126,9 @@ class ReplayEncoder:
             schema=self.schema.fingerprint,
         )
 
-    def _merge(
-        self, side: Literal["ro", "nro"], given: Mapping[str, Any], online: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """A feature in the log replaces the online feature of the same name."""
-        computed = {name: online.get(source) for name, source in self._sources[side].items()}
-        return computed | {name: value for name, value in given.items() if value is not None}
+    def _with_online(self, side: Side, given: Mapping[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the log, with missing ones filled in as serving does it."""
+        return with_online(side, self._sources[side], given, online)
 
     def _apply_until(self, time_ms: int) -> None:
         """Apply the events whose delay is over at `time_ms`, in time order, but none after the freeze."""

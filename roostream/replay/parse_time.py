@@ -37,6 +37,8 @@ def parse_time_ms(value: int | str) -> int:
     time_ms = round((moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() * 1000)
     if time_ms <= 0:
         raise ValueError(f"expected a time after 1970, got {value!r}")
+    if time_ms > LATEST_MS:  # by its offset
+        raise ValueError(f"expected a time before the year 10000 in UTC, got {value!r}")
     return time_ms
 
 

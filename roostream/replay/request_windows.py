@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -74,7 +75,7 @@ def _as_sample(record: Record, shown: pb.Impression, schema: Schema) -> Record:
 def _group_id(header: pb.Header, by: By) -> int:
     """The id to cluster by; a request without user and session is its own group."""
     ids = (header.session_id, header.user_id) if by == "session" else (header.user_id, header.session_id)
-    return next((each for each in ids if each), hash(header.request_id) & ((1 << 64) - 1))
+    return next((each for each in ids if each), hash64(header.request_id))
 
 
 def _window(decoder: Decoder, waiting: Sequence[tuple[Record, int, int]]) -> RequestWindow:

@@ -9,6 +9,8 @@ about BUCKET_BYTES however large the input is, unless a single request is larger
 that of its earliest row. Its candidates are its rows, by position or in file order. The lines of the log are
 not in time order; datasets sort them.
 
+Requests of one user (or session) with equal ids that differ in session or surface get ids of their own.
+
 With `event` in the map, rows are shown items or actions, and an action belongs to the newest earlier row that
 showed the item to this user. Then a bucket has all rows of its users.
 """
@@ -110,7 +112,9 @@ def import_table(
             with cast(BinaryIO, open_out(part, "wb")) as file:
                 rows = _batches(given, column_map, schema, reader, counts, progress)
                 number = max(1, min(MAX_BUCKETS, -(-given.num_bytes // BUCKET_BYTES)))
-                together = [_OWNER] if column_map.event else column_map.identity
+                together = column_map.identity
+                if _has_owners(column_map):
+                    together = (_OWNER,) if column_map.event else (_OWNER, *column_map.request)
                 for bucket in into_buckets(rows, together, Path(folder), number):
                     for lines in _requests(bucket, schema, column_map, reader, given.paths):
                         counts.requests += 1
@@ -206,7 +210,7 @@ def _batches(
                     times_N = _times(batch.column(column_map.time), column_map)
                     arrays += [pa.array(times_N), pa.array(where_N)]
                     rows = pa.RecordBatch.from_arrays(arrays, names)
-                    if column_map.event:
+                    if _has_owners(column_map):
                         rows = rows.append_column(_OWNER, pa.array(_owners(rows, column_map)))
                     yield _with_request(rows, column_map, reader, given.paths)
                     counts.rows += len(batch)
@@ -282,6 +286,8 @@ def _requests(
     place_N = np.zeros(len(bucket))
     if column_map.position:
         place_N = bucket.column(column_map.position).to_numpy().astype(np.float64)
+    if _has_owners(column_map):
+        id_N = _distinct_ids(id_N, bucket.column(_OWNER).to_pylist(), number_N, [*keys], begin_ms_U)
     order_N = np.lexsort((np.arange(len(bucket)), place_N, number_N, begin_ms_U[number_N]))
     table = _renamed(bucket.take(pa.array(order_N)), schema, column_map)
     id_N, number_N = id_N[order_N], number_N[order_N]
@@ -349,6 +355,31 @@ def _split_actions(
             continue
         reader.refuse(place, ValueError(wrong))
     return bucket.filter(pa.array(is_shown_N)), done
+
+
+def _has_owners(column_map: ImportMap) -> bool:
+    """Whether rows need their owner: to find the rows that actions belong to, or requests of one owner that
+    have the same id and differ in session or surface."""
+    return bool(column_map.event or {*column_map.identity} - {*column_map.request, column_map.user})
+
+
+def _distinct_ids(
+    id_N: np.ndarray,
+    owners: Sequence[str],
+    number_N: np.ndarray,
+    keys: Sequence[tuple[str, ...]],
+    begin_ms_U: np.ndarray,
+) -> np.ndarray:
+    """`id_N`, with a hash for each request whose owner has an earlier one of the same id. `number_N`: of each
+    row's request; `keys`: the cells that tell requests apart, by number. The joiner would take requests of
+    one owner and id for pages of one request."""
+    first_N = np.unique(number_N, return_index=True)[1]
+    taken, id_U = set[tuple[str, str]](), np.array(id_N[first_N], dtype=object)
+    for number in np.lexsort((np.arange(len(keys)), begin_ms_U)).tolist():
+        if (owned := (owners[first_N[number]], id_U[number])) in taken:
+            id_U[number] = f"{hash64(msgspec.json.encode(keys[number])):016x}"
+        taken.add(owned)
+    return id_U[number_N]
 
 
 def _owners(rows: pa.RecordBatch, column_map: ImportMap) -> list[str]:

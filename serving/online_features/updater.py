@@ -36,6 +36,7 @@ from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.event_checks import check_engagement, check_header, check_num_candidates
 from roostream.wire.records import Record
 from serving.online_features.config import FeaturesConfig
 from serving.online_features.store import FeatureStore
@@ -72,19 +73,26 @@ Event: TypeAlias = Shown | Engaged
 
 
 def event_of(record: Record, reader: FieldReader) -> Event | None:
-    """The event of a record; None for heartbeats and end markers. Raises WireError for undecodable records,
-    which are only counted here; the joiner writes their dead letters."""
+    """The event of a record; None for heartbeats and end markers.
+
+    Raises:
+        WireError: the record can't be decoded, or its header is refused, for example for its time or its key.
+        Such records are only counted here; the joiner writes their dead letters.
+    """
     _, message = wire.decode(record.value)
     if not isinstance(message, pb.Impression | pb.Engagement):
         return None
     header = message.header
+    check_header(record, header)
     user_id = signed(header.user_id)
     request = header.user_id, header.session_id, header.surface, header.request_id
     if isinstance(message, pb.Impression):
+        check_num_candidates(message, reader.schema.limits.max_candidates)
         item_ids = np.array(message.item_ids, dtype=np.uint64).view(np.int64)
         ro = message.ro if message.HasField("ro") else None
         fields = reader.from_blocks(request, ro, message.nro, len(item_ids), header.schema)
         return Shown(user_id, item_ids, header.time_ms, fields, list_id(request, item_ids, ro is not None))
+    check_engagement(message)
     fields, once = reader.from_header(request), engagement_id(request, message.event_id)
     return Engaged(
         user_id, signed(message.item_id), message.action, message.value, header.time_ms, fields, once
@@ -100,7 +108,8 @@ def apply(counters: Counters, event: Event) -> None:
 
 
 def touched(counters: Counters, event: Event) -> Keys:
-    """The states that the event changes. The fields of its list must be loaded."""
+    """The states that the event changes. The fields of its list must be loaded; those of a shown list are
+    remembered in `counters`."""
     seen = counters.seen_keys(event.event_id)
     if isinstance(event, Shown):
         counters.remember(event.item_ids, event.time_ms, event.fields)
@@ -115,7 +124,9 @@ class FeatureMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY, num_updaters: int = 1) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.events = counter("roostream_features_events_total", "events applied", ["topic"])
-        self.bad = counter("roostream_features_bad_records_total", "undecodable records")
+        self.bad = counter(
+            "roostream_features_bad_records_total", "events left out because the joiner refuses them"
+        )
         self.restarts = counter(
             "roostream_features_reloads_total", "times that offsets were reloaded from Redis"
         )
@@ -170,10 +181,14 @@ class FeatureUpdater:
         return len(records)
 
     def _apply(self, records: Sequence[Record]) -> bool:
-        events = [event for event in map(self._event, records) if event is not None]
-        counters = Counters(self.schema)
-        self.store.load(counters, merge_keys(counters.list_keys(event.fields) for event in events))
-        keys = merge_keys(touched(counters, event) for event in events)
+        found = [(record.topic, self._event(record)) for record in records]
+        events = [event for _, event in found if isinstance(event, Shown | Engaged)]
+        counters, known = Counters(self.schema), Counters(self.schema)
+        lists = merge_keys(counters.list_keys(event.fields) for event in events)
+        self.store.load(known, lists)
+        counters.load(lists, known.dump(lists))
+        # In `known`, so that applying an event does not see the lists of later events.
+        keys = merge_keys(touched(known, event) for event in events)
         self.store.load(counters, {name: entity_keys for name, entity_keys in keys.items() if name != LISTS})
         for event in events:
             apply(counters, event)
@@ -182,18 +197,18 @@ class FeatureUpdater:
         if not self.store.commit(self._offsets, after, counters, keys, self.cluster, epochs):
             return False
         self._offsets = after
+        for topic, each in found:
+            self.metrics.events.labels(topic).inc(isinstance(each, Shown | Engaged))
+            self.metrics.bad.inc(isinstance(each, WireError))
         self.metrics.time.set(max(r.timestamp_ms for r in records) / 1000)
         return True
 
-    def _event(self, record: Record) -> Event | None:
+    def _event(self, record: Record) -> Event | WireError | None:
         try:
-            event = event_of(record, self._reader)
+            return event_of(record, self._reader)
         except WireError as error:
             log.debug("%s-%d@%d: %s", record.topic, record.partition, record.offset, error)
-            self.metrics.bad.inc()
-            return None
-        self.metrics.events.labels(record.topic).inc(int(event is not None))
-        return event
+            return error
 
 
 def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, health: Health) -> None:

@@ -12,12 +12,14 @@ from joiner.config import JoinerConfig
 from joiner.join import FIXED_BYTES, candidates_cost, engagement_cost, impression_cost
 from joiner.local_engine import LocalEngine
 from joiner.local_runner import KafkaSink
+from joiner.state import MemoryState, encode
 from roostream.runtime.kafka.broker import Broker
 from roostream.schema.limits import MAX_MESSAGE_BYTES, RECORD_OVERHEAD_BYTES
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.joiner.cases import (
+    KINDS,
     SCHEMA,
     DictStore,
     Driver,
@@ -287,3 +289,22 @@ def test_four_times_the_events_of_a_request_cost_four_times_as_much(kind: str) -
         return bytes_touched(driver, [engagement(time_ms + i, 1, event=i + 1) for i in range(n)])
 
     assert cost(240) < 6 * cost(60)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_engagements_of_a_request_id_that_is_always_in_use_leave_no_state(kind: str) -> None:
+    """A client that writes the same request id into all events, and shows nothing."""
+    driver, sizes = Driver(rules(), kind), []
+    for n in range(300):
+        driver.advance_to(T + 60 * n)
+        order = (2, 1) if n % 3 else (1, 2)  # the later one may arrive first
+        driver.send(*(engagement(T + 60 * n + 20 * i, event=2 * n + i, request="null") for i in order))
+        sizes.append(len(encode(driver.state)))
+    assert max(sizes) < 2 * max(sizes[:10])
+    assert reasons(driver.outputs) == ["no_request"] * len(driver.outputs) and len(driver.outputs) > 500
+    driver.send(impression(T + 60 * 300, request="null"))
+    driver.end()
+    assert driver.state == MemoryState()
+    dead = [view_of(o).message.event_id for o in driver.outputs if o.topic == "dead_letters"]
+    joined = only(driver.outputs, "samples").message.event_ids
+    assert sorted((*dead, *joined)) == [*range(1, 601)]

@@ -17,6 +17,7 @@ from roostream.errors import CheckpointError
 from roostream.runtime.event_time import START
 from roostream.schema.ids import key_bytes
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.event_checks import MAX_TIME_MS
 from roostream.wire.records import Record
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record, samples, view_of
@@ -47,6 +48,14 @@ def test_the_watermark_waits_for_all_partitions_and_equals_the_slowest() -> None
     assert join_engine.watermark_ms == START
     join_engine.process(record(pb.Heartbeat(time_ms=9_000), partition=3)._replace(topic="engagements"))
     assert join_engine.watermark_ms == 5_000 - 1_000 - 1
+
+
+@pytest.mark.parametrize("time_ms", [0, -5, MAX_TIME_MS + 1, (1 << 63) - 1])
+def test_heartbeats_and_end_markers_with_impossible_times_are_ignored_as_in_flink(time_ms: int) -> None:
+    join_engine = engine()
+    for mark in (pb.Heartbeat(time_ms=time_ms), pb.EndMarker(time_ms=time_ms)):
+        assert outputs_of(generated.on_every_partition(mark), join_engine) == []
+    assert join_engine.watermark_ms == START
 
 
 def test_a_record_is_joined_before_it_moves_the_watermark() -> None:

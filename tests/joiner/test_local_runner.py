@@ -3,6 +3,7 @@ read-ahead."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -15,14 +16,16 @@ from prometheus_client import CollectorRegistry
 
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from joiner.local_runner import LocalRunner, SnapshotStore
+from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import Output
 from roostream.errors import CheckpointError, OtherVersionError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
+from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.thread_group import StopBudget
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from tests.joiner import generated
@@ -114,6 +117,19 @@ def test_after_kills_and_restarts_the_same_records_are_written(tmp_path: Path) -
     run(make_runner(records, tmp_path / "b", killed))
     assert len(killed.outputs) > len(undisturbed.outputs), "records after a snapshot must be written again"
     assert set(killed.outputs) == set(undisturbed.outputs)
+
+
+def test_a_stop_ends_the_runner_while_kafka_is_away(tmp_path: Path) -> None:
+    budgets: list[StopBudget] = []
+    sink = KafkaSink(Broker("127.0.0.1:9"), "", gives_up=lambda: not budgets[0].left_s())
+    config = dataclasses.replace(CONFIG, checkpoint_interval_ms=3_600_000)
+    runner = make_runner(generated.with_offsets(generated.arrivals(5)), tmp_path, sink, config=config)
+    budgets.append(StopBudget(runner.stop, 0.1))  # type: ignore[attr-defined]
+    program = threading.Thread(target=run, args=(runner,), daemon=True)
+    program.start()
+    program.join(60)
+    assert not program.is_alive()
+    assert FileStore(tmp_path).list("snapshots") == [], "outputs that Kafka does not have are in no snapshot"
 
 
 def test_a_stop_writes_a_snapshot_after_which_nothing_is_read_again(tmp_path: Path) -> None:

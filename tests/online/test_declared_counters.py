@@ -187,6 +187,20 @@ def test_engagements_of_a_forgotten_list_count_for_user_and_item_only() -> None:
     assert nro["here"].tolist() == [0] and nro["user_clicks"].tolist() == [1]
 
 
+def test_a_request_id_that_is_used_for_many_lists_keeps_a_bounded_state() -> None:
+    """After a day it names another list; within a day, the list has as many items as a request may have."""
+    counters, reader, header = Counters(SCHEMA), FieldReader(SCHEMA), (0, 0, "", "always the same")
+    for day, page in enumerate(("home", 7)):
+        for n in range(15):
+            fields = reader.from_values(header, {"page": [page]}, {"category": [[11]] * 100}, 100)
+            items_n, time_ms = np.arange(100) + 100 * n, T0 + 25 * HOUR * day + n
+            counters.apply_impression(0, items_n, time_ms, fields)
+        (state,) = counters.dump(counters.list_keys(fields))
+        shown = shown_from_bytes(SCHEMA.derived(plan_of), SCHEMA, state or b"")
+        assert shown is not None and len(shown.item_n) == SCHEMA.limits.max_candidates == 1000
+        assert shown.fields_at(999, time_ms) == ({"page": fields.request["page"]}, {"category": 11})
+
+
 def test_a_retried_engagement_counts_once_for_every_counter() -> None:
     counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
     for _ in range(2):

@@ -3,6 +3,8 @@ events."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,8 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import decode_block
 from roostream.wire.records import Record
+from serving.feature_completion import FeatureCompletion
+from serving.rank_json import JsonParser
 
 T0 = 1_700_000_000_000
 SCHEMA = schema_from_dict(
@@ -104,6 +108,21 @@ def test_values_of_the_log_replace_counted_ones() -> None:
     assert ro["basket"] == 2.0 and ro["gap"] == 9.0
     assert nro["views"].tolist() == [7, 8] and nro["price"][0] == 1.5 and np.isnan(nro["price"][1])
     assert nro["item"] == [[1], [2]]
+
+
+@pytest.mark.parametrize("views", [[7.0, None], [7.0, np.nan], np.array([7.0, np.nan])])
+def test_candidates_without_a_value_get_the_counted_one_as_in_serving(views: object) -> None:
+    encoder, completion = ReplayEncoder(SCHEMA), FeatureCompletion(SCHEMA)
+    encoder.record(request(1, 0, (2, 3)))
+    _, nro = features(
+        encoder.record(request(2, 0, (1, 2), nro={"views": views, "item": [[9], None], "clicks": [None] * 2}))
+    )
+    assert nro["views"].tolist() == [7, 1] and nro["item"] == [[9], [2]] and nro["clicks"].tolist() == [0, 0]
+    body = {"candidates": [{"item_id": 1, "views": 7.0, "item": [9]}, {"item_id": 2, "clicks": None}]}
+    ranked = JsonParser(SCHEMA).parse(json.dumps({**body, "request_id": "r2", "user_id": 5}).encode())
+    served = completion.encode(ranked, T0, *encoder.counters.read(5, ranked.item_ids, T0))
+    assert decode_block(SCHEMA, "nro", served.nro, 2)["views"].tolist() == nro["views"].tolist()
+    assert decode_block(SCHEMA, "nro", served.nro, 2)["item"] == nro["item"]
 
 
 def test_a_page_that_only_adds_candidates_has_no_request_features() -> None:

@@ -33,6 +33,7 @@ def test_times_in_seconds_are_not_mistaken_for_ms() -> None:
     [
         ("", "expected a time such as '2023-05-23'.*got ''"),
         ("1969-12-31", "expected a time after 1970, got '1969-12-31'"),
+        ("9999-12-31T23:00:00-02:00", "expected a time before the year 10000"),
         (0, "expected a time after 1970 in ms, got 0"),
         (1_684_800_000, "got 1684800000, which"),
         (300_000_000_000, "which is before 1980;"),

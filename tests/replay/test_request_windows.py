@@ -16,6 +16,7 @@ from roostream.replay.jsonl_log import JsonlLog
 from roostream.replay.log_lines import LogLineReader
 from roostream.replay.replay_log import records
 from roostream.replay.request_windows import RequestWindow, request_windows
+from roostream.schema.ids import hash64, signed
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.records import Record
 
@@ -79,6 +80,8 @@ def test_visitors_are_sessions_or_users_and_unknown_ones_are_distinct(tmp_path: 
     assert by_session.group_R.tolist()[:2] == [50, 51] and by_session.group_R[4] == 50
     (by_user,) = windows(tmp_path, *lines)
     assert by_user.group_R.tolist()[:2] == [5, 5] and len(set(by_user.group_R.tolist())) == 4
+    # By the id of the request in any process, so that two runs cluster a log alike.
+    assert by_user.group_R.tolist()[2:4] == [signed(hash64("r3")), signed(hash64("r4"))]
 
 
 def test_pages_that_only_add_candidates_are_not_requests(tmp_path: Path) -> None:

@@ -295,6 +295,30 @@ def test_requests_of_different_users_with_the_same_id_stay_apart(tmp_path: Path)
     assert shown == {1: [3, 4], 2: [3, 4]}
 
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 26, 10])
+def test_requests_of_a_user_with_the_same_id_in_other_sessions_have_other_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """Else the joiner would take them for pages of one request."""
+    monkeypatch.setattr(table_import, "BUCKET_BYTES", bucket_bytes)
+    rows = [
+        {**ONE_ROW, "t": T0 + visit, "who": who, "visit": visit, "item": item}
+        for who in (1, 2, None)
+        for visit in (7, 8, 9)
+        for item in (3, 4)
+    ]
+    assert (
+        run_import(tmp_path, table_of(rows), text=f'{MINIMAL_MAP}\nuser="who"\nsession="visit"').requests == 9
+    )
+    found = lines_of(tmp_path / "log.jsonl")
+    assert all(line["candidates"]["item_id"] == [3, 4] for line in found)
+    assert len({(line.get("user_id"), line["request_id"]) for line in found if "user_id" in line}) == 6
+    kept = [(line.get("user_id"), line["session_id"]) for line in found if line["request_id"] == "a"]
+    assert sorted(kept, key=str) == [(1, 7), (2, 7), (None, 7), (None, 8), (None, 9)], (
+        "sessions are keys, too"
+    )
+
+
 def test_cells_that_give_the_same_joined_text_are_different_requests(tmp_path: Path) -> None:
     text = 'request=["id","page"]\ntime="t"\nitem="item"'
     rows = [{**ONE_ROW, "id": "a|b", "page": "c"}, {**ONE_ROW, "id": "a", "page": "b|c"}]

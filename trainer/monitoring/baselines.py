@@ -72,8 +72,8 @@ class Baselines:
     def add(self, sample: pb.Sample, record: Record) -> None:
         """`record` is the record of the sample."""
         label_nT = self._labels(sample)
-        if len(label_nT) != len(sample.item_ids):
-            return  # written with another schema, which has other labels
+        if label_nT is None:
+            return
         shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
         place_n = np.minimum(shown_n, _MAX_PLACES - 1)
         if self._max_items and len(self._row_of) > self._max_items:
@@ -104,18 +104,22 @@ class Baselines:
         if len(self._waiting) >= _AT_ONCE:
             self._count()
 
-    def _labels(self, sample: pb.Sample) -> np.ndarray:
-        """float32 [n, T]; 0 for a label that the schema of the sample does not have."""
+    def _labels(self, sample: pb.Sample) -> np.ndarray | None:
+        """float32 [n, T]; 0 for a label that the schema of the sample does not have. None: the sample has
+        another number of labels than its schema, or than this one if its schema is not known."""
         writer = None
         if self._registry is not None and sample.header.schema != self._own:
             writer = self._registry(sample.header.schema)
-        if writer is None or writer.tasks == self.tasks:
-            return np.array(sample.labels, np.float32).reshape(-1, len(self.tasks))
-        written_nT = np.array(sample.labels, np.float32).reshape(len(sample.item_ids), len(writer.tasks))
+        tasks = self.tasks if writer is None else writer.tasks
+        if len(sample.labels) != len(sample.item_ids) * len(tasks):
+            return None
+        written_nT = np.array(sample.labels, np.float32).reshape(-1, len(tasks))
+        if tasks == self.tasks:
+            return written_nT
         label_nT = np.zeros((len(written_nT), len(self.tasks)), np.float32)
         for t, task in enumerate(self.tasks):
-            if task in writer.tasks:
-                label_nT[:, t] = written_nT[:, writer.tasks.index(task)]
+            if task in tasks:
+                label_nT[:, t] = written_nT[:, tasks.index(task)]
         return label_nT
 
     def _forget_items(self) -> None:

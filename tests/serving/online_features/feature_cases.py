@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from roostream.errors import WireError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import (
@@ -24,6 +25,7 @@ from roostream.runtime.kafka.topics import (
     Partition,
     all_partitions,
 )
+from roostream.schema.ids import key_bytes
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -96,17 +98,19 @@ class MemoryEvents(MemoryConsumer):
 
 
 def impression(user_id: int, item_ids: list[int], time_ms: int) -> tuple[str, int, bytes]:
-    message = pb.Impression(header=pb.Header(user_id=user_id, time_ms=time_ms), item_ids=item_ids)
+    message = pb.Impression(header=_header(user_id, time_ms), item_ids=item_ids)
     return IMPRESSIONS, time_ms, wire.encode(wire.IMPRESSION, message)
 
 
 def engagement(user_id: int, item_id: int, time_ms: int, action: str = "click") -> tuple[str, int, bytes]:
-    header = pb.Header(user_id=user_id, time_ms=time_ms)
-    return (
-        ENGAGEMENTS,
-        time_ms,
-        wire.encode(wire.ENGAGEMENT, pb.Engagement(header=header, item_id=item_id, action=action, value=1)),
+    message = pb.Engagement(
+        header=_header(user_id, time_ms), event_id=time_ms, item_id=item_id, action=action, value=1
     )
+    return ENGAGEMENTS, time_ms, wire.encode(wire.ENGAGEMENT, message)
+
+
+def _header(user_id: int, time_ms: int) -> pb.Header:
+    return pb.Header(user_id=user_id, time_ms=time_ms, request_id=f"{user_id}-{time_ms}")
 
 
 def heartbeat(time_ms: int) -> tuple[str, int, bytes]:
@@ -138,6 +142,17 @@ def records_of(given: list[tuple[str, int, bytes]]) -> list[Record]:
     out = []
     for n, (topic, time_ms, value) in enumerate(given):
         partition = (topic, n % 4)
-        out.append(Record(*partition, ends[partition], time_ms, b"", value))
+        out.append(Record(*partition, ends[partition], time_ms, _key(value), value))
         ends[partition] += 1
     return out
+
+
+def _key(value: bytes) -> bytes:
+    try:
+        _, message = wire.decode(value)
+    except WireError:
+        return b""
+    if not isinstance(message, pb.Impression | pb.Engagement):
+        return b""
+    header = message.header
+    return key_bytes(header.user_id, header.session_id, header.request_id)

@@ -15,6 +15,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import ConnectionError, Redis
 
+from joiner.event_decoder import EventDecoder
+from joiner.outputs import Output
 from roostream.errors import CheckpointError, ConfigError, UnavailableError, WireError
 from roostream.online.counters import Counters
 from roostream.online.entity_fields import FieldReader
@@ -128,6 +130,48 @@ def test_redis_and_memory_give_equal_features_for_any_batching(redis: RedisServe
     )
 
 
+def changed(record: Record, offset: int, **fields: Any) -> Record:
+    """The record with another header or other fields, at another offset."""
+    kind, message = wire.decode(record.value)
+    for name, value in fields.items():
+        part = message if name in message.DESCRIPTOR.fields_by_name else message.header  # type: ignore[attr-defined]
+        setattr(part, name, value)
+    return record._replace(offset=offset, value=wire.encode(kind, message))
+
+
+def test_events_that_the_joiner_refuses_change_no_counter(redis: RedisServer) -> None:
+    shown, done = records_of([impression(1, [5, 6], T0), engagement(1, 5, T0 + 1000)])
+    refused = [
+        changed(shown, 1, time_ms=T0 * 1000),  # µs in the header, ms as the record's timestamp
+        changed(shown, 2, user_id=2),  # another user's key, whose state another updater may write
+        changed(shown, 3, request_id=""),
+        changed(done, 1, event_id=0),  # a retry would count again
+        changed(done, 2, value=float("inf")),
+        changed(done, 3, action="x" * 65),
+    ]
+    decoder = EventDecoder({Schema().fingerprint: Schema()}.get, Schema().limits)
+    assert all(isinstance(decoder.decode(record), Output) for record in refused)
+    later = records_of([impression(1, [5, 6], T0 + 60_000)])[0]._replace(offset=4)
+    updater = open_updater(redis, MemoryEvents([shown, done, *refused, later]))
+    assert drain(updater) == 9
+    assert_equal(updater.store, [shown, done, later._replace(offset=1)])
+    assert updater.metrics.bad.collect()[0].samples[0].value == len(refused)
+
+
+def test_a_commit_that_is_repeated_counts_its_events_once_in_the_metrics(redis: RedisServer) -> None:
+    records = records_of(events(60))
+    first, second = (open_updater(redis, MemoryEvents(records), batch=1000) for _ in range(2))
+    drain(first), drain(second)
+    counted = [
+        sample.value
+        for updater in (first, second)
+        for metric in (updater.metrics.events, updater.metrics.bad)
+        for sample in metric.collect()[0].samples
+        if sample.name.endswith("_total")
+    ]
+    assert sum(counted) == sum(wire.kind_of(record.value) != wire.HEARTBEAT for record in records)
+
+
 def test_a_restart_neither_loses_nor_repeats_events(redis: RedisServer) -> None:
     records = records_of(events(60))
     for steps in (2, 3, 1):
@@ -169,11 +213,11 @@ def connect_faulty(redis: RedisServer) -> FaultyRedis:
 
 
 def test_a_large_batch_is_committed_in_pieces_of_bounded_commands(redis: RedisServer) -> None:
-    items = list(range(3 * MAX_KEYS))
-    records = records_of([impression(1, items, T0), engagement(1, 7, T0 + 1000)])
+    lists = [impression(1, [*range(n * 1000, (n + 1) * 1000)], T0 + n) for n in range(3)]
+    records = records_of([*lists, engagement(1, 7, T0 + 1000)])
     connection = connect_faulty(redis)
-    updater = open_updater(redis, MemoryEvents(records), connection=connection)
-    assert drain(updater) == 2 and connection.num_commands > 10
+    updater = open_updater(redis, MemoryEvents(records), connection=connection, max_keys=1000)
+    assert drain(updater) == 4 and connection.num_commands > 10
     assert_equal(updater.store, records)
     assert list(connection.scan_iter(match=b"*redo*")) == [], "staged pieces are deleted"
 

@@ -149,9 +149,10 @@ def test_baselines_score_a_sample_before_learning_from_it() -> None:
 
 
 def test_samples_without_the_labels_are_ignored_and_without_the_features_scored_as_random() -> None:
-    baselines = Baselines(BOTH)
-    add_sample(baselines, CLICK, 1, [1, 2], [1.0, 0.0])
-    assert baselines.report()["item"]["overall"]["requests"] == 0
+    for num_items in (1, 2, 3):
+        baselines = Baselines(BOTH)
+        add_sample(baselines, CLICK, 1, [*range(num_items)], [1.0] * num_items)
+        assert baselines.report()["item"]["overall"]["requests"] == 0
     other = schema_from_dict({"nro": [{"name": "x"}], "label": [{"name": "click", "action": "click"}]})
     baselines = Baselines(other)
     for n in range(40):
