@@ -354,6 +354,7 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
     is unknown; or if an object has a field twice."""
     try:
         decoded = decoder.decode(body)
+        check_keys(body)
     except UnicodeDecodeError as error:
         raise RequestError(
             400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$"
@@ -366,7 +367,6 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
         if not isinstance(error, msgspec.ValidationError) and (got := _other_format(body)):
             raise RequestError(400, f"expected JSON in UTF-8, got {got}", "$") from None
         raise _decode_error(str(error), known) from None
-    check_keys(body)
     return decoded
 
 
