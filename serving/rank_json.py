@@ -9,6 +9,7 @@ renamed to the features' names, which need not be identifiers. Candidates are ro
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -27,7 +28,9 @@ from serving.request import RankRequest, check_ids, check_text, parse_id, parse_
 from serving.types import FORBID, Id, RankFields, RankOptions, described, limits
 
 RANK_QUERY = RankOptions.__struct_fields__
-MAX_FLOAT = float(np.finfo(np.float32).max)
+MAX_FLOAT = math.nextafter((2 - 2**-24) * 2.0**127, 0)
+"""The largest number that rounds to a finite 32-bit float. Most languages write the largest 32-bit float as
+3.4028235e38, which is larger than it."""
 TIME = limits("ms since 1970", minimum=-(1 << 63), maximum=(1 << 63) - 1)
 FLOAT = limits(minimum=-MAX_FLOAT, maximum=MAX_FLOAT)
 
