@@ -178,8 +178,8 @@ class Replica:
     def repair(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
         """Read the stale buckets from their shards (`transports`: all shards, in order).
 
-        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
-        others stay stale; call again.
+        **If it fails** (UnavailableError: also if a shard does not return a bucket that it should own;
+        TransportError): the buckets that were read are up to date, the others stay stale; call again.
         """
         if not self.stale:
             return
@@ -187,6 +187,12 @@ class Replica:
         for stack, bucket in sorted(self.stale):
             if (stack, bucket) in self.stale:  # an earlier page may have brought it
                 self._scan(transports[owners.owner_B[bucket]], stack, bucket, 1, timeout_s)
+        if self.stale:
+            stack, bucket = min(self.stale)
+            raise UnavailableError(
+                f"rows of {stack}: expected bucket {bucket} from shard {owners.owner_B[bucket]}, got none: "
+                "buckets are being moved, or `shards` are not in the order of their `index`; try again"
+            )
 
     def _scan(
         self, transport: Transport, stack: str, cursor: int, limit: int, timeout_s: float
