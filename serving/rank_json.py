@@ -59,9 +59,8 @@ def build_types(schema: Schema) -> JsonTypes:
     row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
     count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
     items = Annotated[list[Id], limits("one a candidate, each once", uniqueItems=True, **count)]
-    columns = _struct(
-        "CandidateColumns", [(f, _column(value[f.name], schema)) for f in schema.nro], [("item_id", items)]
-    )
+    columnar = [(f, _column(value[f.name], schema)) for f in _columnar(schema)]
+    columns = _struct("CandidateColumns", columnar, [("item_id", items)])
     both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]
     rank = msgspec.defstruct(
         "RankRequest",
@@ -97,6 +96,11 @@ def _known(schema: Schema, fields: tuple[str, ...], flat: tuple[int, ...]) -> di
             if _parts(f)
         }
     return known
+
+
+def _columnar(schema: Schema) -> list[Feature]:
+    """NRO features that columns may have: a feature `item_id` can only be given in the `nro` of a row."""
+    return [f for f in schema.nro if f.name != "item_id"]
 
 
 def _struct(
@@ -174,7 +178,7 @@ class JsonParser:
         self.schema = schema
         self.types = build_types(schema)
         self._decoder = msgspec.json.Decoder(self.types.rank)
-        self._nro = [(f"f{i}", f) for i, f in enumerate(schema.nro)]
+        self._by_column = [(f"f{i}", f) for i, f in enumerate(_columnar(schema))]
         self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
     def parse(self, body: bytes) -> RankRequest:
@@ -221,14 +225,14 @@ class JsonParser:
         """Features beside `item_id`, nested in `nro`, or both."""
         _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
         given = {
-            f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self.types.flat])
+            f.name: (f, column) for f, column in _given(flat, [self.schema.nro[i] for i in self.types.flat])
         }
         if nested.count(None) == len(nested):
             return self._checked_columns(list(given.values()), "$.candidates[{}].{}")
-        absent = (None,) * len(self._nro)
+        absent = (None,) * len(self.schema.nro)
         columns = zip(*(absent if c is None else msgspec.structs.astuple(c) for c in nested), strict=True)
         path = "$.candidates[{}].{}" if given else "$.candidates[{}].nro.{}"
-        for f, column in _given(columns, [f for _, f in self._nro]):
+        for f, column in _given(columns, self.schema.nro):
             given[f.name] = (
                 f,
                 _merge_columns(f.name, given[f.name][1], column) if f.name in given else column,
@@ -239,7 +243,7 @@ class JsonParser:
         """Columns that the body has, by feature."""
         n = len(candidates.item_id)
         given: list[tuple[Feature, Sequence[Any]]] = []
-        for name, f in self._nro:
+        for name, f in self._by_column:
             column = getattr(candidates, name)
             if column is None:
                 continue
@@ -313,7 +317,9 @@ class JsonParser:
             raise RequestError(400, "expected times in ms as 64-bit integers", path)
 
 
-def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tuple[Feature, Sequence[Any]]]:
+def _given(
+    columns: Iterable[Sequence[Any]], features: Sequence[Feature]
+) -> list[tuple[Feature, Sequence[Any]]]:
     """Columns that have a value in at least one row."""
     return [
         (f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)
