@@ -920,10 +920,15 @@ class ShardRpcHandler:
     def _requests(self, header: Header, arrays: Sequence[np.ndarray], arrays_each: int) -> list[StackRequest]:
         """For each stack named in the header: its table, keys and further arrays."""
         stacks = header.get("stacks")
-        if not isinstance(stacks, list) or len(arrays) != arrays_each * len(stacks):
+        if (
+            not isinstance(stacks, list)
+            or len({str(name) for name in stacks}) < len(stacks)
+            or len(arrays) != arrays_each * len(stacks)
+        ):
             raise WireError(
                 "bad_shape",
-                f"expected stacks: [name…] and {arrays_each} arrays for each, got {len(arrays)} arrays",
+                f"expected stacks: [name…], each once, and {arrays_each} arrays for each, got {len(arrays)} "
+                "arrays",
             )
         out: list[StackRequest] = []
         for n, name in enumerate(stacks):

@@ -29,7 +29,7 @@ def mask_secrets(text: str) -> str:
     return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub("://***@", text))
 
 
-_CREDENTIALS = re.compile(r"://[^\s\"']*@")
+_CREDENTIALS = re.compile(r"://\S*@")  # a password may have quotes
 _SECRET_PARAMETER = re.compile(r"([?&](?:password|passwd|token|secret)=)[^&\s\"']+", re.IGNORECASE)
 
 

@@ -219,15 +219,19 @@ class RankService:
                 for alone in group:
                     yield from self._score_group([alone])
             return
+        has_rows = self.rows_complete()  # a rival that is interleaved with a request gathers rows again
         share_s = (time.perf_counter() - begin_s) / len(group)
         for (i, complete), logits_nT in zip(group, logits, strict=True):
             try:
-                yield i, self._build_result(complete, logits_nT, share_s)
+                yield i, self._build_result(complete, logits_nT, share_s, has_rows)
             except Exception as error:
                 yield i, error
 
-    def _build_result(self, complete: CompletedRequest, logits_nT: np.ndarray, share_s: float) -> RankResult:
-        """Steps 4 and 5; `share_s` is the request's share of the pass. Raises RequestError 413, 500."""
+    def _build_result(
+        self, complete: CompletedRequest, logits_nT: np.ndarray, share_s: float, has_rows: bool
+    ) -> RankResult:
+        """Steps 4 and 5; `share_s` is the request's share of the pass, `has_rows` whether the pass got all of
+        its rows. Raises RequestError 413, 500."""
         begin_s = time.perf_counter()
         request, version = complete.request, complete.choice.version
         scores_nT = probabilities(version.finite(logits_nT))
@@ -238,13 +242,15 @@ class RankService:
         ):
             stage.observe(seconds)
         self.scores.add(scores_nT)
-        order, propensities = self._order(request, scores_nT, self._draft(complete, scores_nT))
+        draft = self._draft(complete, scores_nT)
+        has_rows = has_rows and (draft is None or self.rows_complete())
+        order, propensities = self._order(request, scores_nT, draft)
         answer = RankAnswer(
             request_id=request.request_id,
             model_version=version.name,
             scores=Scores(self.schema.tasks, scores_nT),
             order=order,
-            degraded=complete.degraded or not self.rows_complete(),
+            degraded=complete.degraded or not has_rows,
             ranked=[request.client_item_ids[i] for i in order] if request.return_ranked else [],
         )
         value = self._impression(complete, answer, scores_nT, propensities)

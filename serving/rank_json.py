@@ -9,6 +9,7 @@ renamed to the features' names, which need not be identifiers. Candidates are ro
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -27,7 +28,9 @@ from serving.request import RankRequest, check_ids, check_text, parse_id, parse_
 from serving.types import FORBID, Id, RankFields, RankOptions, described, limits
 
 RANK_QUERY = RankOptions.__struct_fields__
-MAX_FLOAT = float(np.finfo(np.float32).max)
+MAX_FLOAT = math.nextafter((2 - 2**-24) * 2.0**127, 0)
+"""The largest number that rounds to a finite 32-bit float. Most languages write the largest 32-bit float as
+3.4028235e38, which is larger than it."""
 TIME = limits("ms since 1970", minimum=-(1 << 63), maximum=(1 << 63) - 1)
 FLOAT = limits(minimum=-MAX_FLOAT, maximum=MAX_FLOAT)
 
@@ -56,9 +59,8 @@ def build_types(schema: Schema) -> JsonTypes:
     row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
     count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
     items = Annotated[list[Id], limits("one a candidate, each once", uniqueItems=True, **count)]
-    columns = _struct(
-        "CandidateColumns", [(f, _column(value[f.name], schema)) for f in schema.nro], [("item_id", items)]
-    )
+    columnar = [(f, _column(value[f.name], schema)) for f in _columnar(schema)]
+    columns = _struct("CandidateColumns", columnar, [("item_id", items)])
     both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]
     rank = msgspec.defstruct(
         "RankRequest",
@@ -94,6 +96,11 @@ def _known(schema: Schema, fields: tuple[str, ...], flat: tuple[int, ...]) -> di
             if _parts(f)
         }
     return known
+
+
+def _columnar(schema: Schema) -> list[Feature]:
+    """NRO features that columns may have: a feature `item_id` can only be given in the `nro` of a row."""
+    return [f for f in schema.nro if f.name != "item_id"]
 
 
 def _struct(
@@ -171,7 +178,7 @@ class JsonParser:
         self.schema = schema
         self.types = build_types(schema)
         self._decoder = msgspec.json.Decoder(self.types.rank)
-        self._nro = [(f"f{i}", f) for i, f in enumerate(schema.nro)]
+        self._by_column = [(f"f{i}", f) for i, f in enumerate(_columnar(schema))]
         self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
     def parse(self, body: bytes) -> RankRequest:
@@ -218,14 +225,14 @@ class JsonParser:
         """Features beside `item_id`, nested in `nro`, or both."""
         _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
         given = {
-            f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self.types.flat])
+            f.name: (f, column) for f, column in _given(flat, [self.schema.nro[i] for i in self.types.flat])
         }
         if nested.count(None) == len(nested):
             return self._checked_columns(list(given.values()), "$.candidates[{}].{}")
-        absent = (None,) * len(self._nro)
+        absent = (None,) * len(self.schema.nro)
         columns = zip(*(absent if c is None else msgspec.structs.astuple(c) for c in nested), strict=True)
         path = "$.candidates[{}].{}" if given else "$.candidates[{}].nro.{}"
-        for f, column in _given(columns, [f for _, f in self._nro]):
+        for f, column in _given(columns, self.schema.nro):
             given[f.name] = (
                 f,
                 _merge_columns(f.name, given[f.name][1], column) if f.name in given else column,
@@ -236,7 +243,7 @@ class JsonParser:
         """Columns that the body has, by feature."""
         n = len(candidates.item_id)
         given: list[tuple[Feature, Sequence[Any]]] = []
-        for name, f in self._nro:
+        for name, f in self._by_column:
             column = getattr(candidates, name)
             if column is None:
                 continue
@@ -310,7 +317,9 @@ class JsonParser:
             raise RequestError(400, "expected times in ms as 64-bit integers", path)
 
 
-def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tuple[Feature, Sequence[Any]]]:
+def _given(
+    columns: Iterable[Sequence[Any]], features: Sequence[Feature]
+) -> list[tuple[Feature, Sequence[Any]]]:
     """Columns that have a value in at least one row."""
     return [
         (f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)
@@ -354,6 +363,7 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
     is unknown; or if an object has a field twice."""
     try:
         decoded = decoder.decode(body)
+        check_keys(body)
     except UnicodeDecodeError as error:
         raise RequestError(
             400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$"
@@ -366,7 +376,6 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
         if not isinstance(error, msgspec.ValidationError) and (got := _other_format(body)):
             raise RequestError(400, f"expected JSON in UTF-8, got {got}", "$") from None
         raise _decode_error(str(error), known) from None
-    check_keys(body)
     return decoded
 
 

@@ -145,15 +145,23 @@ class Replica:
         """Read all rows from the shards. Note the topic's end offsets before, and `apply` from there
         afterwards.
 
-        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
-        others are unchanged; call again.
+        **If it fails** (UnavailableError: also if no shard has a bucket; TransportError): the buckets that
+        were read are up to date, the others are unchanged; call again.
         """
         if len(self.buckets) == self.num_buckets:
-            for stack in self._stacks:
+            for stack in self._stacks if transports else ():
+                left = set(self.buckets)
                 for transport in transports:
                     cursor = 0
                     while cursor >= 0:
-                        cursor = self._scan(transport, stack, cursor, SCAN_ROWS, timeout_s)
+                        cursor, read = self._scan(transport, stack, cursor, SCAN_ROWS, timeout_s)
+                        left.difference_update(read)
+                if left:
+                    raise UnavailableError(
+                        f"rows of {stack}: expected each bucket from one of {len(transports)} shards, got "
+                        f"none of {len(left)} buckets such as {min(left)}: buckets are being moved, or "
+                        "`shards` names one shard twice; try again"
+                    )
         elif transports:
             self.stale |= {(stack, bucket) for stack in self._stacks for bucket in self.buckets}
             self.repair(transports, timeout_s=timeout_s)
@@ -170,8 +178,8 @@ class Replica:
     def repair(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
         """Read the stale buckets from their shards (`transports`: all shards, in order).
 
-        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
-        others stay stale; call again.
+        **If it fails** (UnavailableError: also if a shard does not return a bucket that it should own;
+        TransportError): the buckets that were read are up to date, the others stay stale; call again.
         """
         if not self.stale:
             return
@@ -179,18 +187,27 @@ class Replica:
         for stack, bucket in sorted(self.stale):
             if (stack, bucket) in self.stale:  # an earlier page may have brought it
                 self._scan(transports[owners.owner_B[bucket]], stack, bucket, 1, timeout_s)
+        if self.stale:
+            stack, bucket = min(self.stale)
+            raise UnavailableError(
+                f"rows of {stack}: expected bucket {bucket} from shard {owners.owner_B[bucket]}, got none: "
+                "buckets are being moved, or `shards` are not in the order of their `index`; try again"
+            )
 
-    def _scan(self, transport: Transport, stack: str, cursor: int, limit: int, timeout_s: float) -> int:
-        """Read buckets from number `cursor` on, about `limit` rows; return the next cursor, -1 at the end."""
+    def _scan(
+        self, transport: Transport, stack: str, cursor: int, limit: int, timeout_s: float
+    ) -> tuple[int, list[int]]:
+        """Read buckets from number `cursor` on, about `limit` rows; return the next cursor, -1 at the end,
+        and the buckets that were read."""
         header = {"stack": stack, "cursor": cursor, "limit": limit}
         answer, (table_U, id_U, rows_UD, *_) = transport.call("scan", header, timeout_s=timeout_s)
         if num_slices := int(answer.get("num_slices", 0)):
             bucket = int(answer["cursor"])
             if bucket in self.buckets:
                 self._scan_slices(transport, stack, bucket, num_slices, timeout_s)
-            return bucket + 1
+            return bucket + 1, [bucket]
         self._apply_scan(stack, answer["buckets"], Keys(table_U, id_U), rows_UD)
-        return int(answer["cursor"])
+        return int(answer["cursor"]), [int(bucket) for bucket, *_ in answer["buckets"]]
 
     def _scan_slices(
         self, transport: Transport, name: str, bucket: int, num_slices: int, timeout_s: float

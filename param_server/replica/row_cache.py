@@ -6,8 +6,8 @@ cached rows that are older than it and inserts nothing. Three rules make sure th
 change:
 
 1 The topic's end offsets are noted (`bootstrap`) before the first row is read, so every later change is seen.
-2 A row that was read is cached unless a later delta of its bucket was applied meanwhile; then it is used
-  once.
+2 A row that was read is cached unless a later delta of its bucket was applied meanwhile, a record was
+  refused, or the cache was bootstrapped again; then it is used once.
 3 After a gap in a bucket's sequence, keys older than the delta before the gap's end are dropped. A Barrier
   drops the keys of older incarnations. A record that was refused drops the whole bucket.
 
@@ -78,6 +78,7 @@ class RowCache:
         self.reads, self.policy, self.num_buckets = reads, policy, num_buckets
         self.needs_bootstrap = True
         self.num_lookups = self.num_missed = self.num_initial_values = 0
+        self._num_resets = 0  # bootstraps and refused records
         keys = policy.max_bytes // sum(row_bytes(tables[0].dim) for tables in schema.stacks.values())
         capacity = 1 << (max(keys, _MIN_KEYS).bit_length() - 1)
         self._stacks = {
@@ -148,10 +149,10 @@ class RowCache:
         """Read the misses that no gather waits for."""
         self._has_background.clear()
         while self._background:
-            wanted = self._background.popleft()
+            wanted, since = self._background.popleft(), self._num_resets
             for name, parts in self.reads.read(wanted).items():
                 for part in parts:
-                    self._store(name, wanted[name].take(part.at_M), part)
+                    self._store(name, wanted[name].take(part.at_M), part, since)
 
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
         """Apply one message of the topic; False if it is not newer than the last. Raises as
@@ -181,11 +182,13 @@ class RowCache:
             for name, stack in self._stacks.items():
                 stack.clear()
                 self._applied[name][:] = 0
+            self._num_resets += 1
             self.needs_bootstrap = False
 
     def mark_stale(self, bucket: int) -> None:
         """Drop a bucket of which a record was not applied. An unknown bucket number empties the cache."""
         with self._lock:
+            self._num_resets += 1
             if 0 <= bucket < self.num_buckets:
                 for stack in self._stacks.values():
                     stack.drop(bucket, _ANY_VERSION)
@@ -203,24 +206,25 @@ class RowCache:
             self._background.append(wanted)
             self._has_background.set()
             return 0
-        num_read = 0
+        num_read, since = 0, self._num_resets
         for name, parts in self.reads.read(wanted).items():
             for part in parts:
-                valid_M = self._store(name, wanted[name].take(part.at_M), part)
+                valid_M = self._store(name, wanted[name].take(part.at_M), part, since)
                 out[name][missed[name][part.at_M[valid_M]]] = part.rows_MD[valid_M]
                 num_read += int(valid_M.sum())
         return num_read
 
-    def _store(self, name: str, keys: Keys, part: FetchedRows) -> np.ndarray:
+    def _store(self, name: str, keys: Keys, part: FetchedRows, since: int) -> np.ndarray:
         """Cache the fetched rows that no applied delta is newer than; bool [M]: which rows may be used at
-        all."""
+        all. `since`: `_num_resets` when they were requested. Rows that were requested before a bootstrap or
+        a refused record are not cached: they may lack a change that is not seen again."""
         version_M = np.uint64(packed_version(part.incarnation, 0)) + part.sequence_M
         bucket_M = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
         with self._lock:
             applied_M = self._applied[name][bucket_M]
             valid_M = version_M >> _SEQUENCE_BITS >= applied_M >> _SEQUENCE_BITS
             current_M = valid_M & (version_M >= applied_M)
-            if not self.needs_bootstrap:
+            if since == self._num_resets and not self.needs_bootstrap:
                 stack = self._stacks[name]
                 current_M &= stack.rows.index.find(keys) < 0
                 stack.add(

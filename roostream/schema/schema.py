@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -96,8 +95,8 @@ class Feature(Settings):
         super().__post_init__()
         for name in (self.name, *self.columns):
             check_name("feature", name, "name" if name == self.name else "columns")
-        if not math.isfinite(self.default):
-            text = f"expected a finite default, got {self.default}"
+        if not abs(self.default) <= _MAX_FLOAT:
+            text = f"expected a finite default (at most {_MAX_FLOAT:g}), got {self.default}"
             raise SettingError("default", text, f"feature {self.name!r}")
 
     @property
@@ -139,7 +138,7 @@ class Label(Settings):
         le=_MAX_FLOAT,
     )
     weight: float = setting(
-        1.0, "weight of the label's loss; 0 = the label is only predicted and measured", ge=0
+        1.0, "weight of the label's loss; 0 = the label is only predicted and measured", ge=0, le=_MAX_FLOAT
     )
 
     def __post_init__(self) -> None:

@@ -127,12 +127,14 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _quantity(text: str | int | float, units: Mapping[str, int], expected: str) -> int:
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and math.isfinite(text):
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    if isinstance(text, float) and math.isfinite(text):
         return int(text)
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(text))
-    if not match or match[2] not in units:
+    if not match or match[2] not in units or math.isinf(value := float(match[1]) * units[match[2]]):
         raise ConfigError(f"expected {expected}, got {text!r}")
-    return int(float(match[1]) * units[match[2]])
+    return int(value)
 
 
 def range_text(bounds: msgspec.Meta | None) -> str:

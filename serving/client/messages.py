@@ -142,7 +142,7 @@ def decode_json(kind: type[T], reply: Reply) -> T:
     """The body of an answer as `kind`. Raises ServingError: the body is not of this type."""
     try:
         return msgspec.json.decode(reply.body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_ours(reply, error) from None
 
 

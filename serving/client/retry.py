@@ -148,6 +148,6 @@ def error_of(reply: Reply) -> ServingError:
 def _fault(body: bytes) -> dict[str, Any] | None:
     try:
         fault = json.loads(body)["error"]
-        return fault if {"code", "message"} <= set(fault) else None
-    except (ValueError, KeyError, TypeError):
+        return fault if isinstance(fault, dict) and {"code", "message"} <= set(fault) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

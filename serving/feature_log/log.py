@@ -100,8 +100,10 @@ class FeatureLog:
         stored, oldest = self._cursors.cursor, self._segments[min(self._segments)].start
         if stored is None or stored.segment not in self._segments:
             return oldest
-        # a stored cursor of another log with the same segment number has other sequence numbers
         segment = self._segments[stored.segment]
+        if segment is self._active and stored.offset > segment.end.offset:
+            return segment.end  # a power failure kept the cursor and lost the records before it
+        # a stored cursor of another log with the same segment number has other sequence numbers
         return (
             stored if segment.start.sequence <= stored.sequence and stored.offset >= HEADER_BYTES else oldest
         )

@@ -188,7 +188,7 @@ class LogSender:
 
     def _readable(self) -> list[LogEntry]:
         """Step 1: the next entries that fit into memory."""
-        if self._next.sequence < self._alone_until:
+        if self._next.sequence <= self._alone_until:  # the record after them too: it waits for the last one
             return [] if self._pending else self.log.read(self._next, 1)
         if self._pending_bytes >= MAX_PENDING_BYTES or len(self._pending) >= MAX_PENDING_RECORDS:
             return []

@@ -22,7 +22,7 @@ from roostream.errors import nearest
 from roostream.schema.schema import Feature, Schema
 from serving.errors import RequestError, shown
 from serving.oip.tensors import Inference, Tensor
-from serving.rank_json import check_num_candidates, check_position, check_unique
+from serving.rank_json import MAX_FLOAT, check_num_candidates, check_position, check_unique
 from serving.request import RankRequest, check_ids, check_text, parse_id, parse_ids, parse_request_id
 
 ITEMS = "item_id"
@@ -205,7 +205,7 @@ def _numbers(tensor: Tensor) -> np.ndarray:
     if isinstance(tensor.values, list):
         raise RequestError(400, "expected numbers, got BYTES", tensor.path)
     values = tensor.values.astype(np.float64)
-    if (np.abs(values) > np.finfo(np.float32).max).any():
+    if (np.abs(values) > MAX_FLOAT).any():
         raise RequestError(400, "expected finite 32-bit floats", tensor.path)
     return values
 

@@ -121,9 +121,8 @@ class Explainer:
         ro = decode_block(self.schema, "ro", complete.blocks.ro, 1)
         nro = {k: v for k, v in decode_block(self.schema, "nro", complete.blocks.nro, n).items() if _some(v)}
         scores_nT = probabilities(version.score(self.service.rows, columns))
-        return Explanation(
-            request, time_ms, version, complete.degraded, ro, nro, scores_nT, self._rows(columns)
-        )
+        degraded = complete.degraded or not self.service.rows_complete()
+        return Explanation(request, time_ms, version, degraded, ro, nro, scores_nT, self._rows(columns))
 
     def passes(self, explanation: Explanation) -> Iterator[list[str]]:
         """Names of the features to remove, grouped by forward pass."""

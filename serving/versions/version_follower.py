@@ -99,7 +99,7 @@ class VersionFollower:
         self._as_trained = versions.newest.as_trained
         self._installed: _Commit | None = None  # the version installed last
         self._seq = 0  # its number
-        self._bad: set[_Commit] = set()  # manifests that cannot be served
+        self._bad: set[_Commit] = set()  # manifests in the store that cannot be served
         self._away = self._is_empty = False
         self._refusal = (0, "")  # number of the newest refused commit, and why it is not served
 
@@ -140,6 +140,7 @@ class VersionFollower:
     def _install_newest(self) -> bool:
         names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
         self._note_empty(not names)
+        self._bad = {commit for commit in self._bad if commit.name in names}
         for name in sorted(names, key=manifests.seq_of, reverse=True):
             commit = self._read(name)
             if commit is None or commit in self._bad:

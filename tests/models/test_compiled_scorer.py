@@ -15,7 +15,7 @@ from roostream.models.compiled import interpreter as interpreter
 from roostream.models.compiled import scorer as forward
 from roostream.models.compiled.scorer import CompiledScorer, Rows, build_scorer
 from roostream.models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
-from roostream.models.inputs import build_inputs
+from roostream.models.inputs import BUCKET_MS, build_inputs, time_buckets
 from roostream.models.model import Model
 from roostream.models.ranker import Ranker
 from roostream.schema.schema_file import schema_from_dict
@@ -128,6 +128,18 @@ def test_long_lists_are_attended_to_completely() -> None:
     np.testing.assert_allclose(
         build_scorer(model, schema)(*scorer_arguments(batch)), torch_forward(model, batch), rtol=0, atol=1e-5
     )
+
+
+def test_times_so_far_apart_that_their_difference_overflows_have_the_bucket_of_training() -> None:
+    """Clients send such times for unknown ones, for example the smallest long of Java."""
+    times_L = np.array([0, 1, -1, 2**62, -(2**62), 2**63 - 1, -(2**63), -(2**63) + 1_700_000_000_000])
+    table_TD = np.arange(len(BUCKET_MS) + 1, dtype=np.float32)[:, None]
+    for now_ms in (1_700_000_000_000, 0, 1, -1, 2**63 - 1, -(2**63)):
+        out_L1 = np.zeros((len(times_L), 1), np.float32)
+        interpreter.write_time_buckets(
+            table_TD, np.array([len(times_L)], np.int32), np.array([now_ms]), times_L, BUCKET_MS, out_L1, 0
+        )
+        assert out_L1[:, 0].tolist() == time_buckets(np.array([now_ms]) - times_L).tolist(), now_ms
 
 
 def test_non_finite_weights_give_non_finite_scores() -> None:

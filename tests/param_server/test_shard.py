@@ -196,6 +196,19 @@ def test_an_invalid_pull_is_refused(
         ShardRpcHandler(started_shard()).handle("pull", header, arrays)
 
 
+def test_a_push_that_names_a_stack_twice_is_refused_and_changes_nothing() -> None:
+    """Room is reserved for each part, and two large parts would not fit together."""
+    shard = started_shard()
+    handler = ShardRpcHandler(shard)
+    parts = [keys(ITEM, *range(start, start + 200)) for start in (0, 200)]
+    header = {"incarnation": 1, "worker": 0, "sequence": 1, "step": 1, "time_ms": 1, "stacks": [ADAGRAD] * 2}
+    header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0}
+    arrays = [a for part in parts for a in (part.table_U, part.id_U, np.ones((200, 4), np.float32))]
+    with pytest.raises(WireError, match="each once"):
+        handler.handle("push", header, arrays)
+    assert shard.ready and state_of(shard) == {}
+
+
 def test_an_unknown_call_or_command_is_refused() -> None:
     shard = started_shard()
     with pytest.raises(RoostreamError):

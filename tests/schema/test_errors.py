@@ -13,6 +13,8 @@ from roostream.errors import ConfigError, UnavailableError, describe_error, mask
         ("redis://:s3cret@h:1/0", "redis://***@h:1/0"),
         ("at 'rediss://me:s3cret@h:1/0', trying", "at 'rediss://***@h:1/0', trying"),
         ("http://me:s3/cr#et?@h", "http://***@h"),
+        ("got 'redis://:s3'cret@h:1/0'; change it", "got 'redis://***@h:1/0'; change it"),
+        ('got "redis://:s3\'cr\\"et@h:1/0"', 'got "redis://***@h:1/0"'),
         ("redis://h:1/0?password=s3cret&db=1", "redis://h:1/0?password=***&db=1"),
         ("a://x:s3cret@h and b://y:s3cret@h", "a://***@h and b://***@h"),
         ("http://h:1/x, mail a@b", "http://h:1/x, mail a@b"),

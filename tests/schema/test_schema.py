@@ -44,7 +44,11 @@ WRONG = [
     (GOOD + AGE, "schema.toml:13: duplicate feature 'age'"),
 
     ("[[ro]]\nname = 'a.b'\n" + LABEL, "feature 'a.b': expected a name of lower-case letters"),
-    ("[[ro]]\nname = 'a'\ndefault = nan\n" + LABEL, "feature 'a': expected a finite default, got nan"),
+    ("[[ro]]\nname = 'a'\ndefault = nan\n" + LABEL,
+     "feature 'a': expected a finite default (at most 3e+38), got nan"),
+    ("[[ro]]\nname = 'a'\ndefault = 1e39\n" + LABEL,
+     "feature 'a': expected a finite default (at most 3e+38), got 1e+39"),
+    (LABEL + "weight = inf\n", "expected 0..3e+38, got inf"),
     ("[[ro]]\nname = 'a'\nkind = 'flaot'\n" + LABEL,
      "schema.toml:3: key 'ro.a.kind': expected one of float, ids, weighted_ids, sequence"),
     ("[[ro]]\nname = 'a'\ntable = 'item'\n" + LABEL, "feature 'a': a float has no table and no columns"),

@@ -274,8 +274,11 @@ def test_durations_and_sizes_have_units() -> None:
     durations = {"250ms": 250, "20s": 20_000, "30min": 1_800_000, "1.5h": 5_400_000, "7d": 604_800_000}
     assert {text: parse_duration_ms(text) for text in durations} == durations
     assert [parse_bytes(t) for t in ("1KiB", "1 GB", "3B", 4)] == [1024, 10**9, 3, 4]
+    assert parse_duration_ms(10**400) == 10**400, "its range is that of the setting"
     with pytest.raises(ConfigError, match="expected a size"):
         parse_bytes("20s")
+    with pytest.raises(ConfigError, match="expected a duration"):
+        parse_duration_ms("9" * 400 + "h")
 
 
 def test_names_are_limited_to_characters_that_files_topics_and_metrics_allow() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.schema.ids import hash64, signed
+from roostream.schema.schema_file import schema_from_dict
 from serving.errors import RequestError
 from serving.examples import rank_example
 from serving.rank_json import JsonParser
@@ -63,6 +64,19 @@ def test_rows_become_columns_with_missing_values() -> None:
     }
     assert "num_candidates" not in request.ro
     assert (request.user_id, request.session_id, request.request_id, request.append) == (17, 4, "r-1", False)
+
+
+def test_a_feature_of_the_name_item_id_is_given_in_the_nro_of_a_row() -> None:
+    nro = [{"name": "item_id", "kind": "ids", "table": "item"}, {"name": "age_h"}]
+    label = [{"name": "click", "action": "click"}]
+    parser = JsonParser(schema_from_dict({"tables": {"item": {"dim": 4}}, "nro": nro, "label": label}))
+    rows = parser.parse(
+        b'{"candidates": [{"item_id": 8, "age_h": 2, "nro": {"item_id": 9}}, {"item_id": 7}]}'
+    )
+    assert rows.item_ids.tolist() == [8, 7] and rows.nro["item_id"] == [[9], None]
+    columns = parser.parse(b'{"candidates": {"item_id": [8, 7], "age_h": [2, null]}}')
+    assert columns.item_ids.tolist() == [8, 7] and set(columns.nro) == {"age_h"}
+    np.testing.assert_array_equal(columns.nro["age_h"], rows.nro["age_h"])
 
 
 def test_columns_and_rows_are_equivalent() -> None:

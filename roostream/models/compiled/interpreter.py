@@ -208,9 +208,9 @@ def write_time_buckets(
     width, i = table_TD.shape[1], 0
     for r in range(len(length_R)):
         for _ in range(length_R[r]):
-            bucket = min(
-                np.searchsorted(step_ms, abs(asked_ms_R[r] - time_ms_L[i]), side="right"), len(table_TD) - 1
-            )
+            # Unsigned, because a signed overflow has no defined result here; numpy wraps, as this does.
+            gap_ms = np.int64(np.uint64(asked_ms_R[r]) - np.uint64(time_ms_L[i]))
+            bucket = min(np.searchsorted(step_ms, abs(gap_ms), side="right"), len(table_TD) - 1)
             for j in range(0, width, LANES):
                 store(out_LW, i, column + j, width - j, load(table_TD, bucket, j, width - j, np.float32(0)))
             i += 1

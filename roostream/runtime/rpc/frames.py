@@ -142,7 +142,7 @@ def parse_header(prefix: Prefix, data: bytes | bytearray | memoryview) -> Body:
     """
     try:
         body = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError("undecodable", f"expected a msgpack header: {error}") from None
     if (
         not isinstance(body, dict)

@@ -192,6 +192,29 @@ def test_a_bootstrap_loads_all_rows_of_all_shards() -> None:
     client.close()
 
 
+def test_a_bootstrap_without_all_buckets_is_repeated() -> None:
+    """A shard that is named twice, or buckets that moved between the answers of two shards."""
+    transports = [transport_to(started_shard(index=i, num_shards=2)) for i in range(2)]
+    replica = Replica(small_schema(), 0)
+    with pytest.raises(UnavailableError, match="none of 32 buckets such as 1"):
+        replica.bootstrap([transports[0], transports[0]])
+    assert replica.needs_bootstrap
+    replica.bootstrap(transports)
+    assert not replica.needs_bootstrap
+
+
+def test_buckets_that_a_shard_did_not_return_stay_stale_and_the_repair_fails() -> None:
+    transports = [transport_to(started_shard(index=i, num_shards=2)) for i in range(2)]
+    replica = Replica(small_schema(), 0)
+    replica.bootstrap(transports)
+    replica.mark_stale(1)
+    with pytest.raises(UnavailableError, match="expected bucket 1 from shard 1"):
+        replica.repair(transports[::-1])
+    assert {bucket for _, bucket in replica.stale} == {1}
+    replica.repair(transports)
+    assert not replica.stale
+
+
 def test_deltas_that_a_bootstrap_already_contained_are_dropped() -> None:
     shard, topic = started_shard(), InMemoryRows()
     publisher = Publisher(shard, topic, FakeClock())

@@ -164,6 +164,33 @@ def test_a_row_read_while_a_delta_was_applied_is_used_once_and_not_cached() -> N
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != older.tobytes()
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_row_read_before_a_bootstrap_or_a_refused_delta_is_used_once_and_not_cached(
+    is_refused: bool,
+) -> None:
+    cached = CachedShard()
+    cached.loop.push(1)
+    cached.loop.turn()
+    cached.follow()
+    original_handler = cached.transport.handler
+
+    def slow(method: str, header: dict[str, object], arrays: object) -> object:
+        answer = original_handler(method, header, arrays)  # type: ignore[arg-type]
+        cached.loop.push(1, value=5.0)
+        cached.loop.turn()
+        if is_refused:
+            cached.cache.mark_stale(bucket_of(1, table_id(ITEM), 64))
+        else:
+            cached.bootstrap()  # after the delta, which the cache therefore never sees
+        return answer
+
+    cached.transport.handler = slow  # type: ignore[assignment]
+    older = cached.rows(1)
+    cached.transport.handler = original_handler
+    assert cached.cache.num_rows == 0
+    assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != older.tobytes()
+
+
 def test_a_gap_in_versions_drops_affected_rows() -> None:
     cached = CachedShard()
     cached.loop.push(1)

@@ -112,6 +112,7 @@ def test_a_prefix_with_a_wrong_field_or_size_is_refused(data: bytes, reason: str
         b"\x81\xa6arrays\x01",
         b"\x81\xa6arrays\x91\x01",
         b"\x82\xa6arrays\x90\xa6header\x01",
+        pytest.param(b"\x91" * 100_000, id="nested deeply"),
     ],
 )
 def test_a_header_that_isn_t_a_map_with_arrays_is_refused(header: bytes) -> None:

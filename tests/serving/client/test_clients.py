@@ -477,7 +477,12 @@ def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"<html>", b"{}", b'{"request_id":"r","model_version":"","scores":[],"order":[4],"degraded":false}'],
+    [
+        b"<html>",
+        b"{}",
+        b'{"request_id":"\xff"}',
+        b'{"request_id":"r","model_version":"","scores":[],"order":[4],"degraded":false}',
+    ],
 )
 def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))

@@ -129,6 +129,14 @@ def test_pauses_have_jitter() -> None:
             Reply(404, {}, b'{"error": "none"}'),
             (404, "http_404", 'expected an answer of serving, got {"error": "none"}', "", ""),
         ),
+        (
+            Reply(404, {}, b'{"error": ["code", "message"]}'),
+            (404, "http_404", 'expected an answer of serving, got {"error": ["code", "message"]}', "", ""),
+        ),
+        (
+            Reply(404, {}, b"[" * 100_000),
+            (404, "http_404", f"expected an answer of serving, got {'[' * 200}", "", ""),
+        ),
         (Reply(404, {}, b""), (404, "http_404", "expected an answer of serving, got no body", "", "")),
         (
             Reply(0, {}, b"ConnectError refused"),

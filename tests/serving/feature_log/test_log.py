@@ -127,6 +127,23 @@ def reopen_with_damage(home: Path, at: int, damage: bytes) -> FeatureLog:
     return FeatureLog.open(home, **SMALL_LOG)
 
 
+def test_records_after_a_power_failure_are_read_although_older_ones_and_not_the_cursor_were_lost(
+    tmp_path: Path,
+) -> None:
+    log = make_log(tmp_path, count=20)
+    log.acknowledge(log.end)
+    log.close()
+    with min(tmp_path.glob("*.seg")).open("r+b") as file:
+        file.seek(HEADER_BYTES + 10 * 144)
+        file.write(bytes(10 * 144))
+    again = FeatureLog.open(tmp_path, **SMALL_LOG)
+    assert again.backlog_records == 0
+    for i in range(100, 115):
+        again.append(record(i))
+    assert numbers(again) == list(range(100, 115)), "also those at the place of lost records"
+    again.close()
+
+
 def test_a_segment_with_a_damaged_header_is_set_aside_and_the_others_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -121,6 +121,30 @@ def test_a_record_that_kafka_rejects_is_counted_and_skipped_alone(
     assert "record 2 of the feature log" in caplog.text
 
 
+def test_a_record_in_flight_is_not_skipped_when_kafka_rejects_a_later_one(feature_log: FeatureLog) -> None:
+    delivered: list[LogRecord] = []
+    is_slow = True
+
+    def plan(record: LogRecord) -> Outcome | None:
+        if record.timestamp_ms == 2 and is_slow:
+            return None
+        return "refused" if record.timestamp_ms in (1, 3) else "delivered"
+
+    sender = make_sender(feature_log, [FakeSink(delivered, plan) for _ in range(5)])
+    for i in range(3):
+        feature_log.append(record(i))
+    for _ in range(6):
+        sender.step()
+    feature_log.append(record(3))
+    for _ in range(6):
+        sender.step()
+    is_slow = False
+    for _ in range(12):
+        sender.step()
+    assert [r.timestamp_ms for r in delivered] == [0, 2], "only the rejected records are skipped"
+    assert sender.num_refused == 2 and sender.idle
+
+
 def test_a_restart_continues_at_the_cursor(tmp_path: Path) -> None:
     delivered: list[LogRecord] = []
     log = FeatureLog.open(tmp_path, segment_bytes=4096, max_bytes=1 << 20)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from roostream.errors import WireError
 from roostream.wire import roo_pb2 as pb
 from serving.client.messages import rank_exchange
 from serving.http.app import HttpInterface
@@ -158,6 +159,41 @@ def serving(tmp_path: Path) -> InProcessServing:
     serving = build_serving(tmp_path, FakeRows(SCHEMA), max_log_bytes=1 << 26)
     serve_random_weights(serving)
     return serving
+
+
+@pytest.mark.parametrize("value", [3.4028235e38, 3.4028235677973362e38])
+def test_decimals_of_the_largest_float_are_accepted_in_every_format(
+    serving: InProcessServing, value: float
+) -> None:
+    http = TestClient(HttpInterface(serving.context), raise_server_exceptions=False)
+    body = {
+        "request_id": "r-1",
+        "ro": {"mood": -value},
+        "candidates": [{"item_id": 1, "nro": {"age_h": value}}],
+    }
+    found, records = answers(http, body), serving.records()
+    assert len(found) == NUM_FORMATS and all(answer == found[0] for answer in found)
+    assert len({record.value for record in records}) == 1
+    click = {"request_id": "r-1", "item_id": 1, "action": "click", "value": value}
+    assert http.post("/v1/engagements", json=click).status_code == 200
+    serving.close()
+
+
+def test_decimals_that_round_to_an_infinity_are_refused_in_every_format(serving: InProcessServing) -> None:
+    http = TestClient(HttpInterface(serving.context), raise_server_exceptions=False)
+    value = 3.4028235677973366e38
+    for place in ({"ro": {"mood": value}}, {"candidates": [{"item_id": 1, "nro": {"age_h": value}}]}):
+        body = {"request_id": "r-1", "candidates": [{"item_id": 1, "nro": {}}], **place}
+        for form in (body, to_columns(body)):
+            assert http.post("/v1/rank", json=form).status_code == 400
+        inference = to_inference_request(body)
+        for one in inference["inputs"][1:]:
+            one["datatype"] = "FP64"
+        assert http.post("/v2/models/default/infer", json=inference).status_code == 400
+        with pytest.raises(WireError, match="finite 32-bit floats"):
+            rank_exchange(cast(Any, body), SCHEMA)
+    assert serving.records() == []
+    serving.close()
 
 
 def test_every_format_of_a_request_gives_equal_scores_and_equal_records(serving: InProcessServing) -> None:

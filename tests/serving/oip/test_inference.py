@@ -240,6 +240,25 @@ def test_invalid_tensors_are_refused_with_their_path(
     assert status == 200 or (set(answer.json()) == {"error"} and text in answer.json()["error"])
 
 
+@pytest.mark.parametrize(
+    ("field", "status"),
+    [
+        (b'"x": "\xff", "\\u0061": 1', 400),
+        (b'"\xed\xa0\x80": 1, "\xed\xa0\x80": 2', 400),
+        (b'"x": %b, "\\u0061": 1' % (b"9" * 5000), 200),
+    ],
+    ids=["no UTF-8", "a surrogate", "digits"],
+)
+def test_fields_of_other_servers_are_skipped_or_refused(
+    shared_http: TestClient, field: bytes, status: int
+) -> None:
+    """Keys are compared by another parser if one of them is escaped or repeated."""
+    body = b'{"inputs": [%b], %b}' % (json.dumps(ITEMS).encode(), field)
+    answer = shared_http.post(INFER, content=body)
+    assert answer.status_code == status, answer.text
+    assert status == 200 or "UTF-8" in answer.json()["error"]
+
+
 @pytest.mark.parametrize("json_size", ["x", "-1", "99999", "9" * 30])
 def test_a_wrong_json_size_is_refused(shared_http: TestClient, json_size: str) -> None:
     answer = shared_http.post(INFER, json=INFERENCE, headers={"inference-header-content-length": json_size})

@@ -93,6 +93,12 @@ def test_hydrated_features_are_explained_and_marked(tmp_path: Path) -> None:
     serving.close()
 
 
+def test_rows_that_did_not_arrive_in_time_are_marked(serving: InProcessServing) -> None:
+    assert not explain(serving)["degraded"]
+    serving.service.rows_complete = lambda: False
+    assert explain(serving)["degraded"]
+
+
 def test_known_and_trained_rows_are_counted(tmp_path: Path) -> None:
     class RowsWithTwoTrained:
         """Rows of which only those of item 8 and topic 2 are trained."""

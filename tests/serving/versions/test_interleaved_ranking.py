@@ -16,6 +16,7 @@ from roostream.models.build import build_model
 from roostream.schema.ids import key_bytes
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.lookup import Lookup
 from serving.http.engagements import EngagementParser
 from serving.ordering import request_rng, team_draft
 from serving.rank import OrderPolicy, RankResult
@@ -71,6 +72,33 @@ def test_an_interleaved_list_is_a_team_draft_with_propensities(serving: InProces
         assert impression.header.model_version == "1-2"
         orders.add(tuple(result.answer.order))
     assert len(orders) > 1
+
+
+def test_a_missing_row_degrades_its_pass_although_a_rival_misses_none(serving: InProcessServing) -> None:
+    service, missing = serving.service, 555
+
+    class RowsWithAMiss(FakeRows):
+        is_complete = True
+
+        def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+            self.is_complete = not any(missing in stack.id_U for stack in lookup.stacks.values())
+            return super().gather(lookup)
+
+    rows = RowsWithAMiss(SCHEMA)
+    service.rows, service.rows_complete = rows, lambda: rows.is_complete
+    share = TrafficSplit("previous", 0.5)
+    interleaved, other = (
+        next(n for n in range(1, 99) if share.takes(key_bytes(n, 0, ""), b"interleave") is wanted)
+        for wanted in (True, False)
+    )
+    requests = [
+        JsonParser(SCHEMA).parse(json.dumps({**BODY, "user_id": user, **changes}).encode())
+        for user, changes in ((interleaved, {}), (other, {"candidates": [{"item_id": 5, "item": missing}]}))
+    ]
+    service.versions.put(interleave=share)
+    answers = [outcome.answer for outcome in service.rank_all([(r, NOW_MS) for r in requests])]
+    assert service.interleaving_stats.num_lists == 1
+    assert answers[1].degraded, "its scores have an initial value in place of a row"
 
 
 def test_a_click_is_credited_to_the_version_of_the_item(serving: InProcessServing) -> None:

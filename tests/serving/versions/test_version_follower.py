@@ -7,6 +7,8 @@ Guarantee G5 (docs/architecture.md, Guarantees): damaged data is detected and ne
 from __future__ import annotations
 
 import dataclasses
+import logging
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -430,6 +432,23 @@ def test_of_the_commits_of_another_schema_only_the_newest_is_reported(
     assert not commits.follower.poll() and not commits.follower.poll()
     assert caplog.text.count(OTHER_SCHEMA) == 1 and "manifests/00000004" in caplog.text
     assert commits.versions.num_refused == {"schema": 1, "damaged": 1}
+
+
+def test_refused_manifests_are_forgotten_when_the_store_has_deleted_them(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While serving waits for a commit of its schema, the trainer commits for days."""
+    caplog.set_level(logging.CRITICAL, dense_follower.log.name)  # records of the log would keep the manifests
+    num_bytes, peaks = 200_000, list[int]()
+    tracemalloc.start()
+    for seq in range(1, 61):
+        commits.store.create(manifests.manifest_name(seq), b"{" + seq.to_bytes(4) * (num_bytes // 4))
+        if seq > 3:
+            commits.store.delete(manifests.manifest_name(seq - 3))
+        assert not commits.follower.poll()
+        peaks.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert peaks[-1] - peaks[9] < 10 * num_bytes
 
 
 def test_a_process_waits_for_a_commit_that_it_can_serve(commits: Commits) -> None:
