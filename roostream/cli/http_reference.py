@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from infra.options import ROOT
@@ -24,6 +23,7 @@ from serving.build import build_process
 from serving.config import ServingConfig
 from serving.errors import CODES, OTHER_CODES, RequestError
 from serving.http.app import HttpInterface
+from serving.rank_json import MAX_FLOAT
 from serving.types import ID_TEXT, PlainId
 
 _PAGE = """\
@@ -47,7 +47,6 @@ Every error is JSON of the type [Error](#error). Nothing was logged, unless the 
 lists the statuses that it can answer with; any path can also answer 404 `not_found` and 405
 `method_not_allowed`."""
 _SHOP = ROOT / "examples" / "shop" / "shop.toml"
-_FLOAT32 = float(np.finfo(np.float32).max)
 _ID = msgspec.json.schema(PlainId)["anyOf"]
 _REF = "#/components/schemas/"
 _EXAMPLE = RequestError(400, "expected a number, got a string", "$.candidates[0].price")
@@ -193,7 +192,7 @@ def _limits(schema: dict[str, Any]) -> str:
     """The limits of a value and of what is in it."""
     if schema.get("anyOf") == _ID:
         return ""
-    if schema.get("maximum") == _FLOAT32:
+    if schema.get("maximum") == MAX_FLOAT:
         return "float32"
     out = []
     for low, high, unit in (

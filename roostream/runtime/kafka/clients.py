@@ -82,7 +82,9 @@ def _fatal_errors() -> Iterator[None]:
 
 
 _log_rate_limit = LogRateLimit()
-_last_errors: dict[str, str] = {}  # address → the newest error of a connection to it
+_last_errors: dict[str, tuple[float, str]] = {}
+"""Address → when a connection to it failed last, in monotonic seconds, and why."""
+_REPEATED_S = 30.0  # librdkafka reports an error again after this time, and suppresses it before
 
 
 def _on_error(bootstrap: str, error: KafkaError) -> None:
@@ -90,10 +92,11 @@ def _on_error(bootstrap: str, error: KafkaError) -> None:
     log.debug("kafka: %s", error)
     if error.code() == _ALL_BROKERS_DOWN:
         return
-    _last_errors[bootstrap] = error.str()
-    if error.code() in _REFUSED or "SSL routines" in error.str():
-        _last_errors[bootstrap] += "; check kafka_security and the certificates"
-        _log_rate_limit.warning(log, bootstrap, "Kafka at %s: %s", bootstrap, _last_errors[bootstrap])
+    text = error.str()
+    if error.code() in _REFUSED or "SSL routines" in text:
+        text += "; check kafka_security and the certificates"
+        _log_rate_limit.warning(log, bootstrap, "Kafka at %s: %s", bootstrap, text)
+    _last_errors[bootstrap] = time.monotonic(), text
 
 
 def _reason(client: AdminClient, broker: Broker, error: KafkaException) -> str:
@@ -102,7 +105,10 @@ def _reason(client: AdminClient, broker: Broker, error: KafkaException) -> str:
     client.poll(0)
     own = error.args[0] if error.args else None
     if own is None or own.code() in _NO_CONNECTION:
-        return _last_errors.pop(broker.bootstrap, "") or (own.str() if own else str(error))
+        at_s, cause = _last_errors.get(broker.bootstrap, (0.0, ""))
+        if cause and time.monotonic() - at_s <= _REPEATED_S:
+            return cause
+        return own.str() if own else str(error)
     return str(own.str())
 
 
