@@ -208,9 +208,9 @@ def test_a_wrong_password_is_refused_and_not_printed(
     security = KafkaSecurity(
         protocol="SASL_SSL",
         ca=str(secured_broker.authority.pem),
-        mechanism=how,
+        mechanism=how,  # type: ignore[arg-type]
         username=USER,
-        password="wrong-one",  # type: ignore[arg-type]
+        password="wrong-one",
     )
     with caplog.at_level("DEBUG"), pytest.raises(KafkaException):
         clients.admin(Broker(secured_broker.sasl, security)).list_topics(timeout=3)
