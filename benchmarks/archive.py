@@ -205,5 +205,5 @@ those of the demo's schema, of {_NUM_USERS:,} users. The archiver decodes each r
 columns to prove that nothing is lost, sorts the samples by user, and commits a file to the Delta table. A
 seal reads the day's files, keeps each sample once, and writes them ordered by user. It merges 128 MB at once;
 *in passes* shows a day of many more files: pieces of {_MERGE_BYTES >> 20} MB, so that the files are merged to
-longer ones first. `roostream plan` uses the figures of the archiver and of the compactor.""",
+longer ones first. `roostream plan` uses the figures of the archiver and of the passes.""",
 )

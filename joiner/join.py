@@ -305,7 +305,7 @@ class Join:
         state.requests[request_id] = request
 
     def _is_duplicate(self, step: StepResult, request: Request, event: Impression) -> bool:
-        """Whether this impression is known; an open request counts the copies."""
+        """Whether the request has this impression already. If the request is open, the copy is counted."""
         if request.phase > OPEN:
             return index_of(request.digests, _pack_u64(event.page.digest)) >= 0
         for n, page in enumerate(request.pages):

@@ -41,7 +41,7 @@ class PartitionTime(SteppedEventTime, array_like=True):
     heartbeats: dict[str, int] = msgspec.field(default_factory=dict)  # producer → newest heartbeat
 
     def heartbeat(self, time_ms: int, producer: str, timeout_ms: int) -> None:
-        """Heartbeats without a producer name count like events."""
+        """Note a heartbeat; one without the name of its producer counts as an event."""
         self.newest_ms = max(self.newest_ms, time_ms)
         if producer:
             self.heartbeats[producer] = max(self.heartbeats.get(producer, START), time_ms)
@@ -49,12 +49,12 @@ class PartitionTime(SteppedEventTime, array_like=True):
         self.heartbeats = {name: ms for name, ms in self.heartbeats.items() if ms >= oldest_ms}
 
     def end_marker(self, time_ms: int) -> None:
-        """No producer will write anything older."""
+        """Note an end marker: no producer will write anything older."""
         self.newest_ms = max(self.newest_ms, time_ms)
         self.heartbeats = {}
 
     def reached_ms(self, timeout_ms: int) -> int:
-        """START before the first record."""
+        """The event time that the partition has reached, in ms; START before its first record."""
         if len(self.heartbeats) < 2:
             return self.newest_ms
         live = [ms for ms in self.heartbeats.values() if ms >= self.newest_ms - timeout_ms]
@@ -82,7 +82,7 @@ class Watermarks:
         self._update()
 
     def observe(self, partition: Partition, reached_ms: int) -> int:
-        """A record moved its partition to `reached_ms`. Returns the new watermark."""
+        """Note that a record moved the event time of its partition to `reached_ms`; return the watermark."""
         before_ms, was_idle = self.reached_ms[partition], partition in self.idle
         self.reached_ms[partition] = reached_ms
         if was_idle:
@@ -92,12 +92,12 @@ class Watermarks:
         return self._update()
 
     def set_idle(self, partition: Partition) -> int:
-        """Returns the watermark without this partition; if all are idle, it stays."""
+        """Leave this partition out, and return the new watermark; if all are idle, it stays where it is."""
         self.idle.add(partition)
         return self._update()
 
     def ahead_ms(self, partition: Partition) -> int:
-        """How far a partition is ahead of the slowest busy one that has had a record."""
+        """By how many ms a partition is ahead of the slowest one that is not idle and has had a record."""
         reached_ms = self.reached_ms[partition]
         seen = [ms for p, ms in self.reached_ms.items() if ms != START and p not in self.idle]
         return reached_ms - min(seen, default=reached_ms) if reached_ms != START else 0
@@ -120,7 +120,7 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
 
 
 class LocalEngine:
-    """Single-threaded."""
+    """Not thread-safe."""
 
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
         self.decoder = EventDecoder(registry, schema.limits)
@@ -173,7 +173,7 @@ class LocalEngine:
         )
 
     def set_idle(self, partition: Partition) -> list[Output]:
-        """The partition has been silent for the configured time."""
+        """Leave out a partition that was silent for `idleness_ms`; return what this makes due."""
         return self._advance(self.watermarks.set_idle(partition))
 
     def end_of_input(self) -> list[Output]:

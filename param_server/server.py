@@ -479,7 +479,7 @@ class Shard:
             return table.freeze(*gone, complete)
 
     def _buckets_to_rewrite(self) -> frozenset[int]:
-        """Buckets of which the next segment should hold every row."""
+        """Buckets of which the next segment should contain all rows, so that old segments can go."""
         changed = sum(table.num_changed() for table in self.tables.values())
         rows = sum(table.num_rows for table in self.tables.values())
         try:
@@ -826,7 +826,9 @@ class ShardRpcHandler:
             raise WireError("bad_shape", f"expected a list of buckets 0..{known - 1}, got {buckets!r:.100}")
         start, limit = integer(header, "start"), max(MAX_LOCKED_BYTES // table.row_bytes, 1)
         if start < 0:
-            raise WireError("bad_shape", f"expected a start of at least 0, got {start}")
+            raise WireError(
+                "bad_shape", f"expected `start`, the number of the first row, to be 0 or more, got {start}"
+            )
         keys, rows_MD, state_MA, end = self.shard.records(
             integer(header, "incarnation"), table, buckets, start, limit
         )

@@ -167,7 +167,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """The type as a reader says it, with links to the types that have fields of their own."""
+    """The type in words, with links to the types that have fields of their own."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_REF)
         return f"[{name}](#{name.lower()})"

@@ -57,7 +57,7 @@ class Table(Settings):
 
     @property
     def stack(self) -> str:
-        """Name of the table's stack, for example `d16-adagrad`: its width and update rule."""
+        """Name of the stack that holds the table's rows, from their width and update rule: `d16-adagrad`."""
         return f"d{self.dim}-{self.rule.name}"
 
 

@@ -44,7 +44,7 @@ def check_header(record: Record, header: pb.Header) -> None:
 
 
 def check_engagement(message: pb.Engagement) -> None:
-    """Check an engagement beside its header. Raises WireError: `bad_shape` or `non_finite`."""
+    """Check the fields of an engagement without its header. Raises WireError: `bad_shape` or `non_finite`."""
     if not message.event_id:
         text = "expected an event id, got 0: without one a retry looks like a second engagement"
         raise WireError("bad_shape", text)
@@ -55,7 +55,7 @@ def check_engagement(message: pb.Engagement) -> None:
 
 
 def check_num_candidates(message: pb.Impression, max_candidates: int) -> None:
-    """Raises WireError: `oversized`."""
+    """Raises WireError: `oversized`: there are more than `max_candidates`."""
     if len(message.item_ids) > max_candidates:
         raise WireError(
             "oversized", f"expected at most {max_candidates} candidates, got {len(message.item_ids)}"
@@ -63,6 +63,6 @@ def check_num_candidates(message: pb.Impression, max_candidates: int) -> None:
 
 
 def check_finite(name: str, values: Iterable[float]) -> None:
-    """Raises WireError: `non_finite`; the message says `name`."""
+    """Raises WireError: `non_finite`: a value is; the message names what `name` says."""
     if not all(map(math.isfinite, values)):
         raise WireError("non_finite", f"expected finite {name}, got an infinity or NaN")

@@ -59,7 +59,7 @@ class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExplainedCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """In the request's order."""
+    """A candidate of the explanation, which lists them in the order of the request."""
 
     item_id: int | str
     scores: dict[str, float]
@@ -114,7 +114,7 @@ class Explainer:
         self.service, self.schema, self._initial = service, service.schema, initial
 
     def begin(self, request: RankRequest, time_ms: int) -> Explanation:
-        """Step 1. Raises RequestError, as a rank does."""
+        """Step 1: complete the request, choose its version and score it. Raises RequestError as a ranking."""
         complete = self.service.complete_request(request, time_ms)
         columns, version = complete.columns(), complete.choice.version
         n = len(request.item_ids)
@@ -131,14 +131,14 @@ class Explainer:
         yield from (names[at : at + size] for at in range(0, len(names), size))
 
     def score_without(self, explanation: Explanation, names: Sequence[str]) -> None:
-        """Step 2 for these features. Raises RequestError 500."""
+        """Step 2: score the request without each of these features. Raises as `begin`."""
         version = explanation.version
         logits = version.score_all(self.service.rows, [self._without(explanation, name) for name in names])
         for name, logits_nT in zip(names, logits, strict=True):
             explanation.changes[name] = probabilities(version.finite(logits_nT)) - explanation.scores_nT
 
     def build_answer(self, explanation: Explanation) -> ExplainAnswer:
-        """Step 3."""
+        """Step 3: the answer of all passes."""
         request, tasks = explanation.request, self.schema.tasks
         scores = [dict(zip(tasks, row, strict=True)) for row in explanation.scores_nT.tolist()]
         return ExplainAnswer(

@@ -110,7 +110,8 @@ class Need(NamedTuple):
 
 
 class Costs:
-    """Costs of a load in core seconds; linear in the number of candidates through two measured points."""
+    """What a load costs, in seconds of one core. They are linear in the number of candidates,
+    through two measured points."""
 
     def __init__(self, load: Load, figures: Mapping[str, float]) -> None:
         self.load, self.figures = load, figures
@@ -509,29 +510,25 @@ def _redis_cores(load: Load) -> float:
     return load.requests_per_s * (reads + 1 + load.engagements) * load.redis_us * _S * load.core
 
 
+def _by_partition(what: str, figure: str, load: Load, costs: Costs) -> Need:
+    """Processes that share the partitions; `figure`: what a sample costs one of them."""
+    processes = load.requests_per_s * costs.of(figure) / load.busy
+    return Need(
+        what,
+        min(math.ceil(processes), MAX_PARTITIONS),
+        "with one core",
+        MAX_PARTITIONS / processes * load.requests_per_s,
+        f"{costs.of(figure) / _S:.0f} µs per sample: {SOURCES[figure]}; at most one per partition",
+    )
+
+
 def _warehouse(load: Load, costs: Costs) -> list[Need]:
-    archivers = load.requests_per_s * costs.of("archive_us") / load.busy
-    compactors = load.requests_per_s * costs.of("compact_us") / load.busy
     partitions = min(partitions_for(load, costs), MAX_PARTITIONS)
     keys = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES / partitions
     room = load.machine_gb * _GB * load.busy - _SEAL_BYTES
     return [
-        Need(
-            "archivers",
-            min(math.ceil(archivers), MAX_PARTITIONS),
-            "with one core",
-            MAX_PARTITIONS / archivers * load.requests_per_s,
-            f"{costs.of('archive_us') / _S:.0f} µs per sample: {SOURCES['archive_us']}; at most one per "
-            "partition",
-        ),
-        Need(
-            "compactors",
-            min(math.ceil(compactors), MAX_PARTITIONS),
-            "with one core",
-            MAX_PARTITIONS / compactors * load.requests_per_s,
-            f"{costs.of('compact_us') / _S:.0f} µs per sample: {SOURCES['compact_us']}; at most one per "
-            "partition",
-        ),
+        _by_partition("archivers", "archive_us", load, costs),
+        _by_partition("compactors", "compact_us", load, costs),
         Need(
             "a compactor's memory",
             (keys + _SEAL_BYTES) / _GB,

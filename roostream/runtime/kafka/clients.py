@@ -61,8 +61,8 @@ _QUIET = {
 
 
 class ProducerFailedError(UnavailableError):
-    """A producer accepts nothing more; open another one. Records that it has not reported as delivered may or
-    may not be in their topics."""
+    """The producer has failed for good, and another one must be opened. Records that it has not reported as
+    delivered may or may not be in their topics."""
 
 
 @contextlib.contextmanager
