@@ -801,7 +801,7 @@ class ShardRpcHandler:
             case "overwrite":
                 return {"applied": self._overwrite(header, arrays)}, ()
             case "contains":
-                ((table, keys, _),) = self._requests(header, arrays, 2)
+                table, keys, _ = self._request(header, arrays, 2)
                 found_M = self.shard.contains(integer(header, "incarnation"), table, keys)
                 return {}, [found_M.astype(np.uint8)]
             case "owners":
@@ -835,7 +835,7 @@ class ShardRpcHandler:
         return {"end": end}, [keys.table_U, keys.id_U, rows_MD, state_MA]
 
     def _overwrite(self, header: Header, arrays: Sequence[np.ndarray]) -> bool:
-        ((table, keys, (stamp_ms_M, rows_MD, state_MA)),) = self._requests(header, arrays, 5)
+        table, keys, (stamp_ms_M, rows_MD, state_MA) = self._request(header, arrays, 5)
         count, state_width = len(keys), table.state_NA.shape[1]
         shapes = [stamp_ms_M.shape, rows_MD.shape, state_MA.shape]
         kinds = [array.dtype for array in (stamp_ms_M, rows_MD, state_MA)]
@@ -919,6 +919,13 @@ class ShardRpcHandler:
             np.repeat(np.array([p.sequence for p in pages], np.uint64), counts),
         ]
 
+    def _request(self, header: Header, arrays: Sequence[np.ndarray], arrays_each: int) -> StackRequest:
+        """As `_requests`, of a call about a single stack."""
+        requests = self._requests(header, arrays, arrays_each)
+        if len(requests) != 1:
+            raise WireError("bad_shape", f"expected one stack in a call, got {len(requests)}")
+        return requests[0]
+
     def _requests(self, header: Header, arrays: Sequence[np.ndarray], arrays_each: int) -> list[StackRequest]:
         """For each stack named in the header: its table, keys and further arrays."""
         stacks = header.get("stacks")
@@ -973,6 +980,6 @@ def integer(header: Header, key: str) -> int:
     """Return a 64-bit integer of the header. Raises WireError: it is missing, not an integer, or too
     large."""
     value = header.get(key)
-    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:  # a bool is an int, too
         raise WireError("bad_shape", f"expected an integer {key!r} in the header, got {value!r}")
     return value

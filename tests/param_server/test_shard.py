@@ -187,6 +187,7 @@ ONE = [np.array([table_id(ITEM)], np.uint32), np.array([1], np.int64)]
         ({"stacks": [ADAGRAD]}, ONE, WireError, "expected an integer 'incarnation'"),
         ({"incarnation": "1", "stacks": [ADAGRAD]}, ONE, WireError, "got '1'"),
         ({"incarnation": 1 << 70, "stacks": [ADAGRAD]}, ONE, WireError, "expected an integer"),
+        ({"incarnation": True, "stacks": [ADAGRAD]}, ONE, WireError, "got True"),
     ],
 )
 def test_an_invalid_pull_is_refused(
@@ -194,6 +195,17 @@ def test_an_invalid_pull_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         ShardRpcHandler(started_shard()).handle("pull", header, arrays)
+
+
+@pytest.mark.parametrize(("method", "arrays_each"), [("contains", 2), ("overwrite", 5)])
+@pytest.mark.parametrize("stacks", [[], [ADAGRAD, ROWWISE]])
+def test_a_call_about_one_stack_with_none_or_two_is_refused(
+    method: str, arrays_each: int, stacks: list[str]
+) -> None:
+    empty = [np.zeros(0, np.uint32), np.zeros(0, np.int64), *[np.zeros(0, np.float32)] * (arrays_each - 2)]
+    header = {"incarnation": 1, "worker": 0, "sequence": 1, "stacks": stacks}
+    with pytest.raises(WireError, match=f"expected one stack in a call, got {len(stacks)}"):
+        ShardRpcHandler(started_shard()).handle(method, header, empty * len(stacks))
 
 
 def test_a_push_that_names_a_stack_twice_is_refused_and_changes_nothing() -> None:
