@@ -37,6 +37,8 @@ from serving.versions.recent_requests import RecentRequests, ScoredRequest
 log = logging.getLogger("roostream.serving.versions")
 
 POLL_S = 1.0
+RECHECK_POLLS = 30
+"""A refused manifest is read again after so many polls, because another commit may have taken its name."""
 MAX_NON_FINITE = 8
 
 
@@ -77,6 +79,14 @@ class _Commit(NamedTuple):
     data: bytes
 
 
+class _Refused(NamedTuple):
+    """A commit that is in the store but is not served."""
+
+    commit: _Commit
+    is_damaged: bool  # a file is missing or damaged
+    recheck_at: int  # number of the poll that reads its manifest again
+
+
 class VersionFollower:
     """Installs versions as they are committed. Call `poll` from one thread; `run` is that thread."""
 
@@ -99,7 +109,8 @@ class VersionFollower:
         self._as_trained = versions.newest.as_trained
         self._installed: _Commit | None = None  # the version installed last
         self._seq = 0  # its number
-        self._bad: set[_Commit] = set()  # manifests in the store that cannot be served
+        self._num_polls = 0
+        self._refused: dict[str, _Refused] = {}  # by the name of the manifest
         self._away = self._is_empty = False
         self._refusal = (0, "")  # number of the newest refused commit, and why it is not served
 
@@ -140,10 +151,14 @@ class VersionFollower:
     def _install_newest(self) -> bool:
         names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
         self._note_empty(not names)
-        self._bad = {commit for commit in self._bad if commit.name in names}
+        self._num_polls += 1
+        self._refused = {name: refused for name, refused in self._refused.items() if name in names}
         for name in sorted(names, key=manifests.seq_of, reverse=True):
+            refused = self._refused.get(name)
+            if refused is not None and self._num_polls < refused.recheck_at:
+                continue
             commit = self._read(name)
-            if commit is None or commit in self._bad:
+            if commit is None or self._is_still_refused(commit):
                 continue
             if commit == self._installed:
                 return False
@@ -151,6 +166,18 @@ class VersionFollower:
                 self._withdraw({manifests.seq_of(name): name for name in names})
                 return True
         return False
+
+    def _is_still_refused(self, commit: _Commit) -> bool:
+        """Whether the commit was refused and trying it again cannot help. It can if a file was missing: on a
+        shared file system, a manifest may be visible before the files that it names."""
+        refused = self._refused.get(commit.name)
+        if refused is None or refused.is_damaged or refused.commit != commit:
+            return False
+        self._keep_refused(commit, is_damaged=False)
+        return True
+
+    def _keep_refused(self, commit: _Commit, *, is_damaged: bool) -> None:
+        self._refused[commit.name] = _Refused(commit, is_damaged, self._num_polls + RECHECK_POLLS)
 
     def _read(self, name: str) -> _Commit | None:
         """None: it was deleted since the store was listed."""
@@ -168,7 +195,7 @@ class VersionFollower:
 
     def _install(self, commit: _Commit) -> bool:
         """Load the model version of a commit and offer it for serving. Returns False if the commit was rolled
-        back, or is damaged or does not fit; it is then refused and not tried again.
+        back, or is damaged or does not fit; it is then refused.
 
         Raises:
             UnavailableError: a file cannot be read now. Nothing was changed; call again.
@@ -178,7 +205,7 @@ class VersionFollower:
             self.check(manifest)
             if manifests.is_rolled_back(self.store, manifest):
                 log.warning("%s is not served: it was rolled back", commit.name)
-                self._bad.add(commit)
+                self._keep_refused(commit, is_damaged=False)
                 return False
             version = self._held(manifest) or self._load(manifest)
         except CheckpointError as error:
@@ -211,11 +238,12 @@ class VersionFollower:
         return next((h.version for h in self.versions.loaded if h.version.name == manifest.version), None)
 
     def _refuse(self, commit: _Commit, error: CheckpointError) -> None:
-        """Log the refusal once; the manifest is not tried again, another one of its name is. Of the commits
-        of another schema or model, only the newest is reported."""
+        """Report the refusal once. Of the commits of another schema or model, only the newest is reported."""
         reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
-        seq = manifests.seq_of(commit.name)
-        self._bad.add(commit)
+        seq, before = manifests.seq_of(commit.name), self._refused.get(commit.name)
+        self._keep_refused(commit, is_damaged=reason == "damaged")
+        if before is not None and before.commit == commit:
+            return
         if reason in ("schema", "model") and self.versions.num_refused[reason] and seq < self._refusal[0]:
             return
         log.warning("model version refused: %s", error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
 from serving.versions import version_follower as dense_follower
 from serving.versions.loaded_versions import LoadedVersions
-from serving.versions.version_follower import VersionFollower
+from serving.versions.version_follower import RECHECK_POLLS, VersionFollower
 from tests.runtime.manifest_cases import a_manifest, encoded
 from tests.serving.serving_cases import MODEL, SCHEMA, config_of
 
@@ -345,7 +346,36 @@ def test_a_good_commit_in_place_of_a_refused_one_is_installed(commits: Commits) 
     assert not commits.follower.poll()
     commits.store.delete("manifests/00000002")
     commits.commit(2, incarnation=2, fill=0.75)
+    assert not any([commits.follower.poll() for _ in range(RECHECK_POLLS - 1)])
     assert commits.follower.poll() and commits.versions.newest.name == "2-2"
+
+
+def test_refused_manifests_are_rarely_read_again(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits.commit(1)
+    for seq in range(2, 12):
+        commits.commit(seq, schema=OTHER_SCHEMA)
+    assert commits.follower.poll()
+    read, get = list[str](), commits.store.get
+    monkeypatch.setattr(commits.store, "get", lambda name: read.append(name) or get(name))
+    for _ in range(RECHECK_POLLS):
+        assert not commits.follower.poll()
+    assert Counter(read) == {manifests.manifest_name(1): RECHECK_POLLS} | {
+        manifests.manifest_name(seq): 1 for seq in range(2, 12)
+    }
+
+
+def test_a_commit_whose_file_becomes_visible_later_is_served(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that another machine has written to a shared file system may appear after the manifest."""
+    file = commits.commit(1).dense.name
+    data = commits.store.get(file)
+    commits.store.delete(file)
+    assert not any([commits.follower.poll() for _ in range(2 * RECHECK_POLLS)])
+    assert caplog.text.count("refused") == 1 and commits.follower.waiting_for
+    commits.store.put(file, data)
+    assert any([commits.follower.poll() for _ in range(RECHECK_POLLS)])
+    assert commits.versions.newest.name == "1-1" and not commits.follower.waiting_for
 
 
 def test_an_activated_version_survives_a_rollback(commits: Commits) -> None:
