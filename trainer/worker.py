@@ -89,8 +89,12 @@ class Worker:
         self.on_write: Callable[[], None] = lambda: None
         # Called before training starts; raises ConfigError if the settings name the wrong shards.
         self.check_shards: Callable[[], None] = lambda: None
+        # Called while rows are loaded or saved, which may take minutes; may not raise.
+        self.on_progress: Callable[[], None] = lambda: None
         self._wrong_shards = 0  # checks in a row that failed
         self.leaving = False  # it is stopping: no more batches, a last commit, then exit
+        # Grows meanwhile, so that the controller sees that a cut does not hang.
+        self._progress = 0
         self._snapshot: tuple[int, Snapshot] | None = None
         # The partitions of the newest commit that was written, with the files of their ids.
         self._stored: tuple[int, Mapping[Partition, PartitionSnapshot]] = (0, {})
@@ -174,6 +178,11 @@ class Worker:
         self.fatal = self.failures.permanent_reason(error)
         self._break(self.fatal or describe_error(error) or "a shard is unavailable")
 
+    def note_progress(self) -> None:
+        """A part of a long load or save is done. Any thread."""
+        self._progress += 1
+        self.on_progress()
+
     def report(self) -> dict[str, Any]:
         """Fields of every beat. Cheap; any thread."""
         return {
@@ -184,6 +193,7 @@ class Worker:
             "fatal": self.fatal,
             "leaving": self.leaving,
             "saved": self.failures.saved,
+            "progress": self._progress,
             "meet": self.rendezvous.address,
             **self.read_bounds.report(),
             **dataclasses.asdict(self.loop.counts),
