@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from roostream.errors import SetupError
 from roostream.models.config import LossName
-from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
+from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen, is_http_url
 from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
@@ -380,7 +380,11 @@ class ControllerConfig(Deployment):
         )
         for text in self.scrape_targets:
             found = _SCRAPE_TARGET.fullmatch(text)
-            if found is None or bool(found["number"]) != ("{index}" in found["url"]):
+            if (
+                found is None
+                or bool(found["number"]) != ("{index}" in found["url"])
+                or not is_http_url(found["url"].replace("{index}", "0"))
+            ):
                 expected = (
                     "NAME=URL, such as serving=http://127.0.0.1:9100/metrics, or NAME*NUMBER=URL with "
                     "{index} in the URL"

@@ -87,6 +87,16 @@ def check_addresses(key: str, *addresses: str) -> None:
             raise setting_error(key, "an address like '127.0.0.1:7000'", address) from None
 
 
+def is_http_url(url: str) -> bool:
+    """Whether the URL has a scheme of HTTP, a host that can be looked up, and no impossible port."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+    except ValueError:  # a bracket too few, a port above 65535, an empty label of the host's name
+        return False
+
+
 def check_redis(key: str, url: str) -> None:
     """Raises ConfigError: it is no Redis URL. The message omits user and password."""
     parts = urlsplit(url)

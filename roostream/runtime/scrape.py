@@ -85,7 +85,7 @@ def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
                 if time.monotonic() > ends_s:
                     return ScrapedMetrics()
             return parse(body.decode("utf-8", "replace"))
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, ValueError):  # ValueError: it is no address
         return ScrapedMetrics()
 
 

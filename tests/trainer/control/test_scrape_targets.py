@@ -162,3 +162,14 @@ def test_a_worker_that_joins_later_is_scraped() -> None:
     assert targets.figures()["programs"] == {"worker": True, "worker-1": True}
     del workers[1]
     assert targets.figures()["programs"] == {"worker": True}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1:9100/metrics", "http://a..b:9100/metrics", "http://a:99999/metrics", "http://:1/"]
+)
+def test_an_address_that_is_none_is_a_wrong_setting_and_ends_no_scrape(url: str) -> None:
+    """A scrape that raised would end the controller, again and again."""
+    common = {"bootstrap": "127.0.0.1:1", "store": "s", "schema": "s.toml", "listen": "127.0.0.1:0"}
+    with pytest.raises(ConfigError, match=r"scrape_targets': expected NAME=URL, .*, got 'a=http"):
+        ControllerConfig(scrape_targets=(f"a={url}",), num_shards=1, **common)  # type: ignore[arg-type]
+    assert not scrape.fetch(url), "a program may report such an address, too"
