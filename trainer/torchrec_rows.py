@@ -782,6 +782,11 @@ def read_placement(
         raise ConfigError(
             f"placement: expected '', planner or a file, got {given!r}: {reason_of(error)}"
         ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"placement: expected a file of `placement plan --write-torchrec`, got {given!r}, which is not "
+            "UTF-8"
+        ) from None
     return placements(next(iter(sharding_plan(text).plan.values())), workers)
 
 
@@ -831,7 +836,12 @@ def check_tables(schema: Schema, placement: Mapping[str, TablePlacement]) -> Non
                 f"table {table.name!r}: expected a dim that is a multiple of {_LANES} with rows = torchrec, "
                 f"as FBGEMM needs it, got {table.dim}; change dim, or use rows = shards"
             )
-        kind = placement.get(table.name, TablePlacement()).kind
+        kind, ranks = placement.get(table.name, TablePlacement())
+        if kind == "column_wise" and table.dim % len(ranks):
+            raise SchemaError(
+                f"table {table.name!r}: expected a dim that {len(ranks)} equal pieces of columns divide, got "
+                f"{table.dim}; plan its placement again for this schema"
+            )
         if kind == "column_wise" and table.rule.name == "rowwise_adagrad":
             raise SchemaError(
                 f"table {table.name!r}: expected a rule with a state of each element for column_wise, got "

@@ -220,6 +220,35 @@ def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path, plan_for_thr
     assert read_placement(plan_for_three, schema(), 3)["item"] == TablePlacement("table_wise", (2,))
 
 
+def written_plan(path: Path, table: str, kind: str, *shards: tuple[int, list[int], list[int]]) -> str:
+    """Path of a plan with one table; each shard is (rank, offsets, sizes)."""
+    entries = [{"rank": rank, "offsets": offsets, "sizes": sizes} for rank, offsets, sizes in shards]
+    tables = {table: {"sharding_type": kind, "shards": entries}}
+    path.write_text(json.dumps({"format": 1, "owners": 3, "module": "", "tables": tables}))
+    return str(path)
+
+
+def test_a_file_that_is_no_plan_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    path.write_bytes(b"\x93NUMPY\xff")
+    with pytest.raises(ConfigError, match=r"write-torchrec.*not UTF-8$"):
+        read_placement(str(path), schema(), 2)
+    for offsets, sizes in (([0, 0], [9, 8]), ([0, "a"], [9, 8]), ([0, -4], [9, 8])):
+        written_plan(path, "item", "row_wise", (0, [0, 0], [9, 8]), (1, offsets, sizes))
+        with pytest.raises(ConfigError, match="write-torchrec"):
+            read_placement(str(path), schema(), 2)
+
+
+def test_pieces_of_columns_that_do_not_divide_a_table_are_refused(tmp_path: Path) -> None:
+    """The plan may be of another width. TorchRec would refuse it in each pull, and everyone would be restored
+    for ever."""
+    shards = [(rank, [0, 4 * rank], [9, 4]) for rank in range(3)]
+    placement = read_placement(written_plan(tmp_path / "plan", "item", "column_wise", *shards), schema(), 3)
+    with pytest.raises(SchemaError, match=r"'item'.* 3 equal pieces of columns divide, got 8; plan"):
+        check_tables(schema(), placement)
+    check_tables(schema(), {"item": TablePlacement("column_wise", (0, 1))})
+
+
 def test_a_plan_for_more_workers_than_a_running_stack_has_is_replaced_by_sharding_by_rows(
     tmp_path: Path, plan_for_three: str, caplog: pytest.LogCaptureFixture
 ) -> None:
