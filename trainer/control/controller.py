@@ -74,7 +74,7 @@ class BackfillEta:
             self._left = None
             self._meter.clear()
             return None
-        left = initial["left"] + (initial["epochs"] - initial["epoch"]) * initial["records"]
+        left = initial["left"]  # of all epochs
         if trained is None or trained < self._trained:  # a worker restarted and counts from 0
             self._meter.clear()
             self._left = None
