@@ -121,6 +121,7 @@ class Controller:
         self._store_id = ""  # identity of the store of the first claim
         self._fence_checked_s = 0.0
         self._device_time_saved_s = clock.monotonic_s()
+        self._has_read_device_time = False
         self._leave_by_s: float | None = None  # deadline of its own preemption
 
     def handle(
@@ -478,8 +479,10 @@ class Controller:
         """The plan of the incarnation before this controller. Its number of workers counts only if the
         settings are unchanged."""
         saved = manifests.newest_purpose(self.store)
-        with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
-            self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
+        if not self._has_read_device_time:  # a claim that fails after this is repeated
+            with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
+                self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
+            self._has_read_device_time = True
         plan = self.coordinator.phases.stored_plan(saved, self._initial_range)
         is_transient = plan.hold is not None and plan.hold.kind == TRANSIENT
         if is_transient and not self.coordinator.config.holds_idle:

@@ -375,9 +375,7 @@ def test_eta_is_that_of_the_rate_of_the_last_minute() -> None:
     assert estimate is not None and estimate["eta_s"][0] == pytest.approx(900 / 10)
     for second in range(11, 60):
         estimate = eta.estimate({**PROGRESS, "left": 990}, 100.0 + 20 * (second - 10), float(second))
-    assert estimate is not None and estimate["eta_s"][0] == pytest.approx(
-        (990 - 960) / (1080 / 59), rel=1e-6
-    )
+    assert estimate is not None and estimate["eta_s"][0] == pytest.approx((990 - 960) / (1080 / 59), rel=1e-6)
     value, low, high = estimate["eta_s"]
     assert low < value < high
 
