@@ -209,6 +209,18 @@ def test_a_permanent_hold_names_the_process_that_was_refused_as_the_same_worker(
     assert "two processes run as worker 0" in run_until_held(fleet)["reason"]
 
 
+def test_a_worker_that_is_only_silent_does_not_count_as_dead() -> None:
+    """The network was away; the same process sends beats again."""
+    fleet = HeldFleet()
+    for _ in range(2 * MAX_DEATHS):
+        fleet.to(State.RUNNING, 1.0)
+        lose_worker(fleet)
+        fleet.members.append(WORKER)
+    fleet.to(State.RUNNING, 1.0)
+    assert fleet.controller.status()["holds"] == []
+    assert fleet.controller.coordinator.num_rollbacks == 2 * MAX_DEATHS
+
+
 def test_a_crash_loop_escalates_to_a_hold() -> None:
     fleet = HeldFleet()
     fleet.to(State.RUNNING)
