@@ -1,7 +1,7 @@
 """The reports of all workers as one status: worst state, largest lag, sums of counts, overall quality.
 
-A value that one worker does not report, for example because it is not connected, is unknown. While training is
-on hold, that is the state, whatever workers reported last."""
+A value that one worker does not report, for example because it is not connected, is unknown. While training
+is on hold, that is the state, whatever workers reported last."""
 
 from __future__ import annotations
 
