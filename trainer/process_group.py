@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch._C import _distributed_c10d as c10d
 
 from roostream.errors import UnavailableError
@@ -33,6 +33,12 @@ _STORE_S = 5.0  # time limit of one call of the rendezvous store
 _CONNECT_S = 1.0  # time limit of one attempt to connect, which cannot be interrupted
 # torch reports a lost peer by one of these; all of them were RuntimeErrors so far.
 GROUP_ERRORS = (RuntimeError, OSError, ValueError, TimeoutError)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device is out of memory, so that the same batch fails after every restart. torch
+    reports it by a RuntimeError, as a lost peer."""
+    return isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class GroupSpec(NamedTuple):
@@ -164,6 +170,8 @@ class TorchProcessGroup:
                 self._group = self._connect()
             return run(self._group)
         except GROUP_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
             why = str(error).split("\n")[0][:200]
             message = f"the collective operation with the other workers failed: {why}"
         except UnavailableError as error:

@@ -48,7 +48,7 @@ from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema, Table
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup
-from trainer.process_group import GROUP_ERRORS
+from trainer.process_group import GROUP_ERRORS, is_out_of_memory
 from trainer.row_home import RowHome
 from trainer.rows import PushTimes
 from trainer.torchrec_plan import (
@@ -321,6 +321,8 @@ class TorchRecRows:
             self._broken = str(error)
             raise
         except GROUP_ERRORS as error:
+            if is_out_of_memory(error):
+                raise  # no restore helps
             self._collection = self._last = None
             self._broken = f"the exchange of rows failed: {str(error).partition(chr(10))[0]:.200}"
             raise UnavailableError(self._broken) from None

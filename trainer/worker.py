@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, describe_error
 from roostream.models.build import ADDED_PARTS, model_config_from_dict
 from roostream.runtime import manifest as manifests
@@ -49,7 +47,14 @@ from trainer.partitions import (
     with_new_partitions,
 )
 from trainer.predictions import DurableOutputs
-from trainer.process_group import SINGLE_WORKER, GroupSpec, ProcessGroup, Rendezvous, SingleWorkerGroup
+from trainer.process_group import (
+    SINGLE_WORKER,
+    GroupSpec,
+    ProcessGroup,
+    Rendezvous,
+    SingleWorkerGroup,
+    is_out_of_memory,
+)
 from trainer.read_bounds import ReadBounds
 
 log = logging.getLogger("roostream.worker")
@@ -471,8 +476,3 @@ class Worker:
         return Snapshot(
             shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, partitions=partitions
         )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the host or a device is out of memory, so that the same batch fails after every restart."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

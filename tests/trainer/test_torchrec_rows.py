@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -30,8 +31,10 @@ from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 pytest.importorskip("torchrec")
 
 from trainer.config import WorkerConfig
+from trainer.process_group import is_out_of_memory
+from trainer.row_home import OwnShard
 from trainer.torchrec_plan import TablePlacement, pieces_of
-from trainer.torchrec_rows import SlotIndex, check_tables, read_placement
+from trainer.torchrec_rows import SlotIndex, TorchRecRows, check_tables, read_placement
 from trainer.worker_program import initial_placement
 
 State = dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]]
@@ -200,6 +203,28 @@ def test_a_table_that_fbgemm_cannot_hold_is_refused_with_a_remedy() -> None:
         check_tables(odd, {})
     with pytest.raises(SchemaError, match=r"'topic'.*one state a row"):
         check_tables(schema(), {"topic": TablePlacement("column_wise", (0,))})
+
+
+class FullPeers:
+    """`RowPeers` of a worker whose memory is full."""
+
+    index = 0
+
+    def connect(self) -> NoReturn:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 1073741824 bytes."
+        )
+
+
+def test_a_worker_without_memory_is_not_taken_for_a_lost_connection() -> None:
+    """No restore would help: training must be on hold."""
+    rows = TorchRecRows(schema(), OwnShard(started_shard(schema=schema())))
+    rows.meet(FullPeers())
+    rows.set_incarnation(1)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        rows.pull(batch(0, 0)[0])
+    assert is_out_of_memory(raised.value)
 
 
 @pytest.fixture
