@@ -110,8 +110,8 @@ class TorchRendezvous:
 
     def __init__(self, listen: str, *, device: str, timeout_s: float) -> None:
         """Raises UnavailableError: the port is in use."""
-        self.host, port = parse_address(listen)
-        self.device, self.timeout_s = device, timeout_s
+        host, port = parse_address(listen)
+        self.host, self.device, self.timeout_s = host.strip("[]"), device, timeout_s
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             self._listener = socket.create_server((self.host, port), family=family, backlog=128)
@@ -119,7 +119,8 @@ class TorchRendezvous:
             raise UnavailableError(
                 f"cannot listen on {listen}: {error}; choose another address, or port 0"
             ) from None
-        self.address = f"{self.host}:{self._listener.getsockname()[1]}"
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        self.address = f"{name}:{self._listener.getsockname()[1]}"
         self._store: c10d.TCPStore | None = None
 
     def join(self, spec: GroupSpec) -> SingleWorkerGroup | TorchProcessGroup:
