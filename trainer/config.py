@@ -21,6 +21,15 @@ _SCRAPE_TARGET = re.compile(r"[a-z0-9][a-z0-9-]*(\*(?P<number>\d{1,3}))?=(?P<url
 _FULLY_GROWN = math.log(1 << 16)
 
 
+def missing_device(device: str, num_cuda: int) -> str:
+    """Why a machine with `num_cuda` CUDA devices lacks `device`; "" if it has it."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or int(index or 0) < num_cuda:
+        return ""
+    found = f"{num_cuda}, from cuda:0 on; choose one of them, or cpu" if num_cuda else "none; set cpu"
+    return f"device: expected a CUDA device for {device!r} on this machine, got {found}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig(Settings):
     """Settings of the training loop. A replay in one process needs only these."""
@@ -197,10 +206,8 @@ class LoopConfig(Settings):
         """Raises SetupError: the device is not available. Imports torch."""
         import torch
 
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise SetupError(
-                f'device: expected a CUDA device for {self.device!r}, got none; set device = "cpu"'
-            )
+        if problem := missing_device(self.device, torch.cuda.device_count()):
+            raise SetupError(problem)
         needs_bfloat16 = self.device.startswith("cuda") and self.precision == "bfloat16"
         if needs_bfloat16 and not torch.cuda.is_bf16_supported():
             raise SetupError(
