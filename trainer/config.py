@@ -9,7 +9,14 @@ from typing import Literal, Self
 
 from roostream.errors import SetupError
 from roostream.models.config import LossName
-from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen, is_http_url
+from roostream.runtime.address import (
+    LINK_AUTHENTICATION,
+    check_addresses,
+    check_listen,
+    is_http_url,
+    is_wildcard,
+    parse_address,
+)
 from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
@@ -309,6 +316,13 @@ class WorkerConfig(LoopConfig, Deployment):
                 "initial_placement", "'' with initial_rows = shards", self.initial_placement, error
             )
         check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
+        if is_wildcard(parse_address(self.rendezvous_address)[0]):
+            raise setting_error(
+                "rendezvous_address",
+                "an address at which other workers reach this machine",
+                self.rendezvous_address,
+                "worker 0 tells it to the others",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ def plan(
         if best is None or load_N.max() < best[0] * (1 - 1e-12):
             best = float(load_N.max()), pieces
     assert best is not None
-    if math.isinf(best[0]):
+    if memory_bytes and math.isinf(best[0]):
         raise ConfigError(
             f"expected column pieces that fit into {memory_bytes / (1 << 30):.1f} GiB of one owner, got none "
             f"for {', '.join(sorted(name for name, cuts in columns.items() if cuts > 1))}; cut these tables "

@@ -53,6 +53,8 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"loss": "dfm"}, "label_delay_ms"),
         ({"loss": "hinge"}, "loss"),
         ({"rendezvous_address": "0.0.0.0:0"}, "rendezvous_address"),
+        ({"rendezvous_address": "0.0.0.0:0", "insecure": True}, "rendezvous_address"),
+        ({"rendezvous_address": "[::]:7100", "insecure": True}, "rendezvous_address"),
         ({"expand": "impressions", "rehearsal": REHEARSAL}, "rehearsal.batches"),
         ({"expand": "impressions", "selection": NEGATIVES}, "selection.policy"),
         ({"expand": "impressions", "deferral": DEFERRAL}, "deferral.share"),
