@@ -67,7 +67,7 @@ def parse(text: str) -> ScrapedMetrics:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples[sample.name, frozenset(sample.labels.items())] = sample.value
-    except ValueError:
+    except (ValueError, IndexError):  # the parser raises both
         return ScrapedMetrics()
     return ScrapedMetrics(samples)
 
