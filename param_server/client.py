@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from param_server import kernels
-from param_server.embedding_table import Keys, join_keys
+from param_server.embedding_table import Keys
 from param_server.row_block import RowBlock
 from roostream.errors import ConfigError, RoostreamError, TransportError, UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
@@ -175,21 +175,18 @@ class Client:
 
     # Of workers that hold the rows themselves (trainer/row_home.py)
 
-    def records(self, stack: str, buckets: Sequence[int]) -> tuple[Keys, np.ndarray]:
-        """(keys, float32 [M, D + A]): all rows of these buckets with their states. Nothing may add or remove
-        rows meanwhile. Raises as `pull`."""
-        keys, parts = list[Keys](), list[np.ndarray]()
+    def records(self, stack: str, buckets: Sequence[int]) -> Iterator[tuple[Keys, np.ndarray]]:
+        """(keys, float32 [M, D + A]): all rows of these buckets with their states, in pieces of at least one
+        row. Nothing may add or remove rows meanwhile. Raises as `pull`."""
         for shard in range(len(self.transports)):
             owned = [bucket for bucket in buckets if self.owners.owner_B[bucket] == shard]
             start, end = 0, 1
             while owned and start < end:
                 header = {"incarnation": self.incarnation, "stack": stack, "buckets": owned, "start": start}
                 answer, (table_M, id_M, rows_MD, state_MA) = self._call(shard, "records", header, [])
-                keys.append(Keys(table_M, id_M))
-                parts.append(np.concatenate([rows_MD, state_MA], axis=1))
                 start, end = start + len(id_M), int(answer["end"])
-        (width,) = {part.shape[1] for part in parts} or {0}
-        return join_keys(*keys), np.concatenate([np.zeros((0, width), np.float32), *parts])
+                if len(id_M):
+                    yield Keys(table_M, id_M), np.concatenate([rows_MD, state_MA], axis=1)
 
     def overwrite(self, stack: str, block: RowBlock) -> None:
         """Set rows with their states at their shards, in messages of limited size; the next commit contains

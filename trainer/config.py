@@ -9,7 +9,14 @@ from typing import Literal, Self
 
 from roostream.errors import SetupError
 from roostream.models.config import LossName
-from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
+from roostream.runtime.address import (
+    LINK_AUTHENTICATION,
+    check_addresses,
+    check_listen,
+    is_http_url,
+    is_wildcard,
+    parse_address,
+)
 from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
@@ -19,6 +26,15 @@ from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionC
 
 _SCRAPE_TARGET = re.compile(r"[a-z0-9][a-z0-9-]*(\*(?P<number>\d{1,3}))?=(?P<url>https?://[^\s=]+)")
 _FULLY_GROWN = math.log(1 << 16)
+
+
+def missing_device(device: str, num_cuda: int) -> str:
+    """Why a machine with `num_cuda` CUDA devices lacks `device`; "" if it has it."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or int(index or 0) < num_cuda:
+        return ""
+    found = f"{num_cuda}, from cuda:0 on; choose one of them, or cpu" if num_cuda else "none; set cpu"
+    return f"device: expected a CUDA device for {device!r} on this machine, got {found}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,10 +213,8 @@ class LoopConfig(Settings):
         """Raises SetupError: the device is not available. Imports torch."""
         import torch
 
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise SetupError(
-                f'device: expected a CUDA device for {self.device!r}, got none; set device = "cpu"'
-            )
+        if problem := missing_device(self.device, torch.cuda.device_count()):
+            raise SetupError(problem)
         needs_bfloat16 = self.device.startswith("cuda") and self.precision == "bfloat16"
         if needs_bfloat16 and not torch.cuda.is_bf16_supported():
             raise SetupError(
@@ -302,6 +316,13 @@ class WorkerConfig(LoopConfig, Deployment):
                 "initial_placement", "'' with initial_rows = shards", self.initial_placement, error
             )
         check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
+        if is_wildcard(parse_address(self.rendezvous_address)[0]):
+            raise setting_error(
+                "rendezvous_address",
+                "an address at which other workers reach this machine",
+                self.rendezvous_address,
+                "worker 0 tells it to the others",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -380,7 +401,11 @@ class ControllerConfig(Deployment):
         )
         for text in self.scrape_targets:
             found = _SCRAPE_TARGET.fullmatch(text)
-            if found is None or bool(found["number"]) != ("{index}" in found["url"]):
+            if (
+                found is None
+                or bool(found["number"]) != ("{index}" in found["url"])
+                or not is_http_url(found["url"].replace("{index}", "0"))
+            ):
                 expected = (
                     "NAME=URL, such as serving=http://127.0.0.1:9100/metrics, or NAME*NUMBER=URL with "
                     "{index} in the URL"

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch._C import _distributed_c10d as c10d
 
 from roostream.errors import UnavailableError
@@ -33,6 +33,12 @@ _STORE_S = 5.0  # time limit of one call of the rendezvous store
 _CONNECT_S = 1.0  # time limit of one attempt to connect, which cannot be interrupted
 # torch reports a lost peer by one of these; all of them were RuntimeErrors so far.
 GROUP_ERRORS = (RuntimeError, OSError, ValueError, TimeoutError)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device is out of memory, so that the same batch fails after every restart. torch
+    reports it by a RuntimeError, as a lost peer."""
+    return isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class GroupSpec(NamedTuple):
@@ -104,8 +110,8 @@ class TorchRendezvous:
 
     def __init__(self, listen: str, *, device: str, timeout_s: float) -> None:
         """Raises UnavailableError: the port is in use."""
-        self.host, port = parse_address(listen)
-        self.device, self.timeout_s = device, timeout_s
+        host, port = parse_address(listen)
+        self.host, self.device, self.timeout_s = host.strip("[]"), device, timeout_s
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             self._listener = socket.create_server((self.host, port), family=family, backlog=128)
@@ -113,7 +119,8 @@ class TorchRendezvous:
             raise UnavailableError(
                 f"cannot listen on {listen}: {error}; choose another address, or port 0"
             ) from None
-        self.address = f"{self.host}:{self._listener.getsockname()[1]}"
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        self.address = f"{name}:{self._listener.getsockname()[1]}"
         self._store: c10d.TCPStore | None = None
 
     def join(self, spec: GroupSpec) -> SingleWorkerGroup | TorchProcessGroup:
@@ -164,6 +171,8 @@ class TorchProcessGroup:
                 self._group = self._connect()
             return run(self._group)
         except GROUP_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
             why = str(error).split("\n")[0][:200]
             message = f"the collective operation with the other workers failed: {why}"
         except UnavailableError as error:

@@ -6,6 +6,7 @@ Letters: M keys, D width, A state width, F = D + A numbers of a row with its sta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ from param_server.embedding_table import Keys
 from param_server.row_block import RowBlock
 from param_server.server import Shard
 from roostream.runtime.bucket_map import BucketMap
+
+PIECE_ROWS = 1 << 18  # that a shard of this process gives at once
 
 
 class KeptRows(NamedTuple):
@@ -35,8 +38,9 @@ class RowHome(Protocol):
         """The rows were restored. `owners`: of the manifest; None = the first ones. Returns which worker
         answers for each bucket. Raises ConfigError: `owners` does not fit."""
 
-    def load(self, stack: str) -> KeptRows:
-        """All rows that this worker answers for. Raises UnavailableError: they cannot be read now."""
+    def load(self, stack: str) -> Iterator[KeptRows]:
+        """All rows that this worker answers for, in pieces, none of them empty. Raises UnavailableError: they
+        cannot be read now."""
 
     def store(self, stack: str, block: RowBlock) -> None:
         """Set rows that this worker answers for; the next commit contains them. Raises UnavailableError: some
@@ -59,11 +63,13 @@ class OwnShard:
         owners.check(self.shard.identity.num_buckets, workers)
         return owners
 
-    def load(self, stack: str) -> KeptRows:
+    def load(self, stack: str) -> Iterator[KeptRows]:
         table = self.shard.tables[stack]
-        row_M = table.index.in_buckets(range(table.index.num_buckets))
-        records_MF = np.concatenate([table.embeddings.rows_ND[row_M], table.state_NA[row_M]], axis=1)
-        return KeptRows(table.index.keys_at(row_M), records_MF)
+        row_N = table.index.in_buckets(range(table.index.num_buckets))
+        for start in range(0, len(row_N), PIECE_ROWS):
+            row_M = row_N[start : start + PIECE_ROWS]
+            records_MF = np.concatenate([table.embeddings.rows_ND[row_M], table.state_NA[row_M]], axis=1)
+            yield KeptRows(table.index.keys_at(row_M), records_MF)
 
     def store(self, stack: str, block: RowBlock) -> None:
         self.shard.overwrite(stack, block)
@@ -88,8 +94,8 @@ class StackShards:
         self._buckets = answering.buckets_of(worker)
         return answering
 
-    def load(self, stack: str) -> KeptRows:
-        return KeptRows(*self.client.records(stack, self._buckets))
+    def load(self, stack: str) -> Iterator[KeptRows]:
+        return (KeptRows(*piece) for piece in self.client.records(stack, self._buckets))
 
     def store(self, stack: str, block: RowBlock) -> None:
         self.client.overwrite(stack, block)

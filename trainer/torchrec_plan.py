@@ -34,7 +34,7 @@ from torchrec.distributed.types import (
 from param_server.placement.plan import Kind as PieceKind
 from param_server.placement.plan import PlannedTable, TablePiece
 from param_server.placement.sharding_file import read_sharding
-from roostream.errors import CheckpointError, ConfigError
+from roostream.errors import CheckpointError, ConfigError, reason_of
 
 _WEIGHT = ".weight"
 
@@ -178,10 +178,16 @@ def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> Shar
     """Plan from the file of `placement plan --write-torchrec`; `kernel`: TorchRec's compute kernel for every
     table. Raises ConfigError: the file is not such a plan."""
     plan = read_sharding(text)
-    tables = {
-        name: _parameter(table["sharding_type"], table["shards"], device, kernel)
-        for name, table in plan["tables"].items()
-    }
+    try:
+        tables = {
+            name: _parameter(table["sharding_type"], table["shards"], device, kernel)
+            for name, table in plan["tables"].items()
+        }
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            "sharding plan: expected JSON of `roostream placement plan --write-torchrec`, got shards that do "
+            f"not fit together ({reason_of(error)})"
+        ) from None
     return ShardingPlan({plan["module"]: EmbeddingModuleShardingPlan(tables)})
 
 

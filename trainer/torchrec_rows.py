@@ -35,7 +35,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
-from param_server.embedding_table import KeyIndex, Keys, grown, join_keys
+from param_server.embedding_table import KeyIndex, Keys, grown, join_keys, no_keys
 from param_server.initial_rows import initial_rows
 from param_server.placement.plan import CostModel, PlannedTable, imbalance, loads, round_robin
 from param_server.placement.profiles import impression_bytes, planned_tables, read_profiles
@@ -48,7 +48,7 @@ from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema, Table
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup
-from trainer.process_group import GROUP_ERRORS
+from trainer.process_group import GROUP_ERRORS, is_out_of_memory
 from trainer.row_home import RowHome
 from trainer.rows import PushTimes
 from trainer.torchrec_plan import (
@@ -72,6 +72,8 @@ _FIRST_BLOCK = 1 << 10  # slots of a table at first, of each worker if its rows 
 _LANES = 4  # FBGEMM's rows are a multiple of so many numbers wide
 _FEW_VALUES = 1 << 9  # of a worker that the first message of an exchange of keys has room for
 _UNCHANGED = np.iinfo(np.int64).min
+SLICE_BYTES = 32 << 20
+"""Rows with their states that move between workers and shards at once, in bytes."""
 
 
 class RowPeers(Protocol):
@@ -245,9 +247,13 @@ class TorchRecRows:
         home: RowHome,
         placement_of: PlacementOf = lambda workers: {},
         device: str = "cpu",
+        on_progress: Callable[[], None] = lambda: None,
+        slice_bytes: int = SLICE_BYTES,
     ) -> None:
         """`placement_of`: worker 0 calls it once in each incarnation and sends the others what it returns, so
-        all place the tables alike. A table without a placement is spread by rows.
+        all place the tables alike. A table without a placement is spread by rows. `on_progress` is called
+        after each slice of the rows that is loaded or saved, of about `slice_bytes`, because all of them
+        take minutes if there are many.
 
         Raises:
             SchemaError: a table's width is no multiple of 4.
@@ -255,7 +261,9 @@ class TorchRecRows:
         self.schema, self.home, self.device = schema, home, torch.device(device)
         self._by_width = _tables_by_width(schema)
         self.tables = [table for tables in self._by_width.values() for table in tables]
-        self._placement_of = placement_of
+        self._placement_of, self._on_progress = placement_of, on_progress
+        record_bytes = max(4 * (table.dim + table.rule.state_width(table.dim)) for table in self.tables)
+        self._slice_rows = max(slice_bytes // record_bytes, 1)
         self.placement: dict[str, TablePlacement] = {}
         check_tables(schema, {})
         self._group: RowPeers | None = None
@@ -313,6 +321,8 @@ class TorchRecRows:
             self._broken = str(error)
             raise
         except GROUP_ERRORS as error:
+            if is_out_of_memory(error):
+                raise  # no restore helps
             self._collection = self._last = None
             self._broken = f"the exchange of rows failed: {str(error).partition(chr(10))[0]:.200}"
             raise UnavailableError(self._broken) from None
@@ -568,23 +578,34 @@ class TorchRecRows:
         self._slots = SlotIndex(self.tables, parts_K, self._owners)
 
     def _load(self) -> None:
-        """Fill a new collection with the rows of all workers' shards."""
+        """Fill a new collection with the rows of all workers' shards. All workers load one piece, then the
+        next one, so that none waits for another one's whole part."""
         self._place()
-        kept = {stack: self.home.load(stack) for stack in self.schema.stacks}
-        everyone = self._gather_keys(join_keys(*(rows.keys for rows in kept.values())))
-        for keys in everyone:
-            self._slots.add(keys)
+        number_W = [[np.zeros(0, np.int64)] for _ in range(self.workers)]
+        records_K = [
+            [np.zeros((0, table.dim + table.rule.state_width(table.dim)), np.float32)]
+            for table in self.tables
+        ]
+        for stack in self.schema.stacks:
+            pieces = self.home.load(stack)
+            while True:
+                piece = next(pieces, None)
+                everyone = self._gather_keys(piece.keys if piece else no_keys())
+                self._on_progress()
+                if not any(map(len, everyone)):
+                    break
+                for worker, keys in enumerate(everyone):
+                    self._slots.add(keys)
+                    number_W[worker].append(self._slots.keys.find(keys))
+                for k, table in enumerate(self.tables):
+                    if piece is not None and table.stack == stack:
+                        records_K[k].append(piece.records_MF[piece.keys.table_U == table.id])
         self._fit_stamps()
         self._stamp_ms_N[:] = _UNCHANGED
         self._fit()
-        number_W = [self._slots.keys.find(keys) for keys in everyone]
-        self._saved_N[number_W[self.index]] = True
-        records = {
-            k: kept[table.stack].records_MF[kept[table.stack].keys.table_U == table.id]
-            for k, table in enumerate(self.tables)
-        }
-        del kept
-        self._move(number_W, records, to_shards=False)
+        loaded_W = [np.concatenate(parts) for parts in number_W]
+        self._saved_N[loaded_W[self.index]] = True
+        self._move(loaded_W, {k: np.concatenate(parts) for k, parts in enumerate(records_K)}, to_shards=False)
 
     def _save(self) -> None:
         if self._collection is None:
@@ -603,17 +624,20 @@ class TorchRecRows:
             for (k, number_M), table in zip(self._by_table(number_W[self.index]), self.tables, strict=True)
         }
         self._move(number_W, records, to_shards=True)
-        for k, number_M in self._by_table(number_W[self.index]):
+        for k, number_N in self._by_table(number_W[self.index]):
             table = self.tables[k]
-            block = RowBlock(
-                keys=self._slots.keys.keys_at(number_M),
-                unpublished_K=np.zeros(len(number_M), np.uint8),
-                stamp_ms_L=stamp_ms_M[np.searchsorted(changed_M, number_M)],
-                rows_LD=np.ascontiguousarray(records[k][:, : table.dim]),
-                state_LA=np.ascontiguousarray(records[k][:, table.dim :]),
-            )
-            self.home.store(table.stack, block)
-            self._saved_N[number_M] = True
+            for rows in self._slices(len(number_N)):
+                number_M, records_MF = number_N[rows], records[k][rows]
+                block = RowBlock(
+                    keys=self._slots.keys.keys_at(number_M),
+                    unpublished_K=np.zeros(len(number_M), np.uint8),
+                    stamp_ms_L=stamp_ms_M[np.searchsorted(changed_M, number_M)],
+                    rows_LD=np.ascontiguousarray(records_MF[:, : table.dim]),
+                    state_LA=np.ascontiguousarray(records_MF[:, table.dim :]),
+                )
+                self.home.store(table.stack, block)
+                self._saved_N[number_M] = True
+                self._on_progress()
         self._stamp_ms_N[:] = _UNCHANGED
         self._may_have_expired = any(table.expire_after_ms for table in self.tables)
 
@@ -624,8 +648,10 @@ class TorchRecRows:
         keys = self._slots.keys.keys_at(number_M)
         is_gone_M = np.zeros(len(keys), np.bool_)
         for name, tables in self.schema.stacks.items():
-            at_M = np.flatnonzero(np.isin(keys.table_U, [table.id for table in tables]))
-            is_gone_M[at_M] = ~self.home.contains(name, keys.take(at_M))
+            at_N = np.flatnonzero(np.isin(keys.table_U, [table.id for table in tables]))
+            for rows in self._slices(len(at_N)):
+                is_gone_M[at_N[rows]] = ~self.home.contains(name, keys.take(at_N[rows]))
+                self._on_progress()
         for gone in self._gather_keys(keys.take(is_gone_M)):
             number_M = self._slots.keys.find(gone)
             self._saved_N[number_M] = False
@@ -636,11 +662,27 @@ class TorchRecRows:
         for k in range(len(self.tables)):
             yield k, number_M[which_M == k]
 
+    def _slices(self, count: int) -> Iterator[slice]:
+        return (slice(start, start + self._slice_rows) for start in range(0, count, self._slice_rows))
+
     def _move(
-        self, number_W: Sequence[np.ndarray], records: dict[int, np.ndarray], *, to_shards: bool
+        self, number_W: Sequence[np.ndarray], records: Mapping[int, np.ndarray], *, to_shards: bool
     ) -> None:
         """Move rows with their states between the pieces and `records` (table → float32 [M, F]), which every
         worker has for the keys `number_W[worker]` that its shard owns. All know what comes from whom."""
+        moved_K = np.zeros(len(self.tables), np.int64)  # rows of `records`
+        for rows in self._slices(max(map(len, number_W))):
+            part_W = [number_M[rows] for number_M in number_W]
+            which_M = self._slots.which_N[part_W[self.index]]
+            end_K = moved_K + np.bincount(which_M, minlength=len(self.tables))
+            parts = {k: records_MF[moved_K[k] : end_K[k]] for k, records_MF in records.items()}
+            self._move_part(part_W, parts, to_shards=to_shards)
+            moved_K = end_K
+            self._on_progress()
+
+    def _move_part(
+        self, number_W: Sequence[np.ndarray], records: Mapping[int, np.ndarray], *, to_shards: bool
+    ) -> None:
         by_table_W = [dict(self._by_table(number_M)) for number_M in number_W]
         home: list[list[np.ndarray]] = [[] for _ in range(self.workers)]  # sent or received as the keys' home
         held: list[list[np.ndarray]] = [[] for _ in range(self.workers)]  # as the holder of pieces
@@ -742,6 +784,11 @@ def read_placement(
         raise ConfigError(
             f"placement: expected '', planner or a file, got {given!r}: {reason_of(error)}"
         ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"placement: expected a file of `placement plan --write-torchrec`, got {given!r}, which is not "
+            "UTF-8"
+        ) from None
     return placements(next(iter(sharding_plan(text).plan.values())), workers)
 
 
@@ -791,7 +838,12 @@ def check_tables(schema: Schema, placement: Mapping[str, TablePlacement]) -> Non
                 f"table {table.name!r}: expected a dim that is a multiple of {_LANES} with rows = torchrec, "
                 f"as FBGEMM needs it, got {table.dim}; change dim, or use rows = shards"
             )
-        kind = placement.get(table.name, TablePlacement()).kind
+        kind, ranks = placement.get(table.name, TablePlacement())
+        if kind == "column_wise" and table.dim % len(ranks):
+            raise SchemaError(
+                f"table {table.name!r}: expected a dim that {len(ranks)} equal pieces of columns divide, got "
+                f"{table.dim}; plan its placement again for this schema"
+            )
         if kind == "column_wise" and table.rule.name == "rowwise_adagrad":
             raise SchemaError(
                 f"table {table.name!r}: expected a rule with a state of each element for column_wise, got "

@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, describe_error
 from roostream.models.build import ADDED_PARTS, model_config_from_dict
 from roostream.runtime import manifest as manifests
@@ -49,7 +47,14 @@ from trainer.partitions import (
     with_new_partitions,
 )
 from trainer.predictions import DurableOutputs
-from trainer.process_group import SINGLE_WORKER, GroupSpec, ProcessGroup, Rendezvous, SingleWorkerGroup
+from trainer.process_group import (
+    SINGLE_WORKER,
+    GroupSpec,
+    ProcessGroup,
+    Rendezvous,
+    SingleWorkerGroup,
+    is_out_of_memory,
+)
 from trainer.read_bounds import ReadBounds
 
 log = logging.getLogger("roostream.worker")
@@ -89,8 +94,12 @@ class Worker:
         self.on_write: Callable[[], None] = lambda: None
         # Called before training starts; raises ConfigError if the settings name the wrong shards.
         self.check_shards: Callable[[], None] = lambda: None
+        # Called while rows are loaded or saved, which may take minutes; may not raise.
+        self.on_progress: Callable[[], None] = lambda: None
         self._wrong_shards = 0  # checks in a row that failed
         self.leaving = False  # it is stopping: no more batches, a last commit, then exit
+        # Grows meanwhile, so that the controller sees that a cut does not hang.
+        self._progress = 0
         self._snapshot: tuple[int, Snapshot] | None = None
         # The partitions of the newest commit that was written, with the files of their ids.
         self._stored: tuple[int, Mapping[Partition, PartitionSnapshot]] = (0, {})
@@ -174,6 +183,11 @@ class Worker:
         self.fatal = self.failures.permanent_reason(error)
         self._break(self.fatal or describe_error(error) or "a shard is unavailable")
 
+    def note_progress(self) -> None:
+        """A part of a long load or save is done. Any thread."""
+        self._progress += 1
+        self.on_progress()
+
     def report(self) -> dict[str, Any]:
         """Fields of every beat. Cheap; any thread."""
         return {
@@ -184,6 +198,7 @@ class Worker:
             "fatal": self.fatal,
             "leaving": self.leaving,
             "saved": self.failures.saved,
+            "progress": self._progress,
             "meet": self.rendezvous.address,
             **self.read_bounds.report(),
             **dataclasses.asdict(self.loop.counts),
@@ -461,8 +476,3 @@ class Worker:
         return Snapshot(
             shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, partitions=partitions
         )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the host or a device is out of memory, so that the same batch fails after every restart."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -108,7 +108,11 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         # Samples
         decoder = Decoder(schema, identity.registry)
         session_opener = remote_session_opener(config, credentials, clock, lambda: worker.incarnation)
-        held = held_rows(config, schema, client, store, clock) if config.initial_rows == "torchrec" else None
+        held = (
+            held_rows(config, schema, client, store, clock, lambda: worker.note_progress())
+            if config.initial_rows == "torchrec"
+            else None
+        )
         at_shards = ShardRows(client)
         rows: Rows = PhasedRows(held, at_shards, lambda: worker.read_bounds.is_initial) if held else at_shards
         source, rows, feed = connect_feed(
@@ -170,7 +174,11 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
             config.index,
             DualRendezvous(rendezvous, held) if held else rendezvous,
         )
-        worker.on_write, worker.check_shards = profiles.save, client.check_order
+        worker.on_write, worker.check_shards, worker.on_progress = (
+            profiles.save,
+            client.check_order,
+            health.turned,
+        )
         patience = CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000)
         monitor = Monitor(worker, clock, patience, drift)
         REGISTRY.register(MetricsCollector(monitor.metrics, WORKER))
@@ -261,11 +269,16 @@ def train(
 
 
 def held_rows(
-    config: WorkerConfig, schema: Schema, client: Client, store: CheckpointStore, clock: Clock
+    config: WorkerConfig,
+    schema: Schema,
+    client: Client,
+    store: CheckpointStore,
+    clock: Clock,
+    on_progress: Callable[[], None],
 ) -> TorchRecRows:
-    """Rows that this worker and the others hold in the initial phase. Raises ConfigError: TorchRec is not
-    installed, or the placement file is none. SchemaError: a table that TorchRec cannot hold, or not where the
-    placement says."""
+    """Rows that this worker and the others hold in the initial phase. `on_progress`: as for `TorchRecRows`.
+    Raises ConfigError: TorchRec is not installed, or the placement file is none. SchemaError: a table that
+    TorchRec cannot hold, or not where the placement says."""
     try:
         from trainer.torchrec_rows import TorchRecRows, check_tables, read_placement
     except ImportError as error:
@@ -275,7 +288,7 @@ def held_rows(
     given = config.initial_placement
     check_tables(schema, {} if given == "planner" else read_placement(given, schema, MAX_WORKERS))
     placement_of = functools.partial(initial_placement, config, schema, store, clock)
-    held = TorchRecRows(schema, StackShards(client, config.seed), placement_of, config.device)
+    held = TorchRecRows(schema, StackShards(client, config.seed), placement_of, config.device, on_progress)
 
     def metrics() -> dict[str, Any]:
         return {

@@ -91,8 +91,8 @@ def plan(
 
     Raises:
         SchemaError: column pieces of a table whose rule keeps one state a row, or that do not divide its
-        columns. ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how
-        many owners suffice.
+        columns. ConfigError: more column pieces than owners; or the rows, or column pieces, do not fit: what
+        is needed.
     """
     costs, columns = costs or CostModel(), columns or {}
     for table in tables:
@@ -109,6 +109,12 @@ def plan(
         if best is None or load_N.max() < best[0] * (1 - 1e-12):
             best = float(load_N.max()), pieces
     assert best is not None
+    if memory_bytes and math.isinf(best[0]):
+        raise ConfigError(
+            f"expected column pieces that fit into {memory_bytes / (1 << 30):.1f} GiB of one owner, got none "
+            f"for {', '.join(sorted(name for name, cuts in columns.items() if cuts > 1))}; cut these tables "
+            "into more columns, or by rows"
+        )
     time_N, bytes_N = loads(best[1], tables, owners, costs)
     return PlacementPlan(
         owners=owners,
@@ -172,6 +178,8 @@ def _cuts_by_threshold(tables: Sequence[PlannedTable], owners: int, costs: CostM
         return []
     lower_bound = bound(tables, owners, costs)
     highest = max(max(whole), lower_bound)
+    if not highest:  # nothing costs anything
+        return []
     out = []
     for step in range(_THRESHOLDS):
         max_s = highest * (lower_bound / 8 / highest) ** (step / (_THRESHOLDS - 1))
@@ -217,7 +225,7 @@ def _place_pieces(
             pieces.append(
                 TablePiece(table=table.name, kind=kind, owner=owner, number=number, of=n, columns=span)
             )
-    if memory_bytes and used_N.max() > memory_bytes:
+    if memory_bytes and used_N.max() > memory_bytes * (1 + 1e-9):  # a sum of shares may be rounded up
         return pieces, np.full(owners, math.inf)
     return pieces, load_N
 

@@ -73,6 +73,11 @@ class TableProfile:
         counted, or the feature belongs to candidates."""
         return self.impression_ids / self.ids if self.impression_ids else 1.0
 
+    @property
+    def _expands(self) -> bool:
+        """Whether `impression_ids` was counted; without ids it is 0 then, too."""
+        return self.impression_ids > 0 or not self.ids
+
     def examples_of(self, requests: float) -> float:
         """Number of examples of the feature in a batch of `requests` requests, as in the counted batches: one
         a request, or one a candidate."""
@@ -84,7 +89,7 @@ class TableProfile:
         if not self.batches or not self.uniques:
             return 0.0
         ids, uniques, power = self.ids / self.batches, self.uniques / self.batches, 1.0
-        if 0 < self.half_ids < self.ids:
+        if 0 < self.half_ids < self.ids and self.half_uniques:  # decayed counts may round to 0
             power = math.log(self.uniques / self.half_uniques) / math.log(self.ids / self.half_ids)
         wanted = self.valency * examples
         return min(uniques * (wanted / ids) ** min(max(power, 0.0), 1.0), wanted)
@@ -117,7 +122,7 @@ class TableProfile:
             half_ids=both("half_ids"),
             half_uniques=min(both("half_uniques"), both("half_ids")),
             requests=both("requests") if self.requests and other.requests else 0,
-            impression_ids=both("impression_ids") if self.impression_ids and other.impression_ids else 0,
+            impression_ids=both("impression_ids") if self._expands and other._expands else 0,
         )
 
     def plain(self) -> dict[str, Any]:

@@ -32,6 +32,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all addresses of a machine, and so names no machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return not host
+
+
 def reachable_address(host: str, port: int, other: str) -> str:
     """The "host:port" at which a peer at `other` (host:port) can reach a listener on `host`; "" if it cannot
     be known.
@@ -39,11 +47,7 @@ def reachable_address(host: str, port: int, other: str) -> str:
     A wildcard address names no machine, and a loopback address only works on the same machine.
     """
     bare = host.strip("[]")
-    try:
-        is_wildcard = ipaddress.ip_address(bare).is_unspecified
-    except ValueError:
-        is_wildcard = not bare
-    if is_wildcard or (is_loopback(host) and not is_loopback(parse_address(other)[0])):
+    if is_wildcard(host) or (is_loopback(host) and not is_loopback(parse_address(other)[0])):
         return ""
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
@@ -85,6 +89,16 @@ def check_addresses(key: str, *addresses: str) -> None:
                 parse_address(one)
         except ConfigError:
             raise setting_error(key, "an address like '127.0.0.1:7000'", address) from None
+
+
+def is_http_url(url: str) -> bool:
+    """Whether the URL has a scheme of HTTP, a host that can be looked up, and no impossible port."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+    except ValueError:  # a bracket too few, a port above 65535, an empty label of the host's name
+        return False
 
 
 def check_redis(key: str, url: str) -> None:

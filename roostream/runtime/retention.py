@@ -7,7 +7,7 @@ shards' disks need not keep rows for days (docs/decisions/0112).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from roostream.errors import CheckpointError
@@ -72,19 +72,22 @@ class StoreCleaner:
         """Number → tier of each commit that is to be kept. Raises UnavailableError."""
         return self._tiers(manifests.numbers(self.store))
 
-    def clean(self) -> None:
+    def clean(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Delete all manifests that are not kept, older trainer files and copies of segments that no kept one
         names, old incarnations, and files that killed writers left unfinished. After an interruption the next
-        call continues.
+        call continues. `on_progress` is called after each manifest that is read and each object that is
+        deleted, because there are many after a time in which nothing could be deleted. What it raises is an
+        interruption.
 
         The files of a damaged manifest stay as long as its name is kept, because a backup may repair it.
         """
         store, numbers = self.store, manifests.numbers(self.store)
-        kept = self._tiers(numbers)
+        kept = self._tiers(numbers, on_progress)
         retired = [manifests.manifest_name(number) for number in numbers if number not in kept]
         for name in (*retired, *sorted(store.list(manifests.DISCARDED))[: -self.retention.newest]):
             store.delete(name)
             self._contents.pop(name, None)
+            on_progress()
         needed = frozenset[str]().union(*(content.needed for content in self._contents.values()))
         damaged = {number for number in kept if manifests.manifest_name(number) not in self._contents}
         last = max(map(manifests.seq_of, self._contents), default=0)
@@ -93,16 +96,25 @@ class StoreCleaner:
             if name in needed or not number.isdecimal() or int(number) in damaged or int(number) >= last:
                 continue
             store.delete(name)
+            on_progress()
         for name in store.list(manifests.SEGMENTS):
             # A damaged manifest may name any older segment; a commit that is being made has a higher number.
             if name not in needed and max(damaged, default=0) < manifests.segment_copy_seq(name) < last:
                 store.delete(name)
+                on_progress()
         manifests.retire_incarnations(store)
         store.sweep()
 
-    def _tiers(self, numbers: Sequence[int]) -> dict[int, str]:
-        names = map(manifests.manifest_name, numbers)
-        self._contents = {name: found for name in names if (found := self._content(name))}
+    def _tiers(
+        self, numbers: Sequence[int], on_progress: Callable[[], None] = lambda: None
+    ) -> dict[int, str]:
+        names = list(map(manifests.manifest_name, numbers))
+        self._contents = {name: self._contents[name] for name in names if name in self._contents}
+        for name in names:
+            if name not in self._contents:
+                if found := self._content(name):
+                    self._contents[name] = found
+                on_progress()
         older = [
             (manifests.seq_of(name), content.time_ms)
             for name, content in self._contents.items()
@@ -112,18 +124,16 @@ class StoreCleaner:
 
     def _content(self, name: str) -> _Content | None:
         """None: damaged."""
-        if name not in self._contents:
-            try:
-                manifest = manifests.load(self.store, name).manifest
-            except CheckpointError:
-                return None
-            segments = [s for shard in manifest.shards.values() for s in shard.get("segments", ())]
-            return _Content(
-                manifest.time_ms,
-                frozenset(manifest.files.keys() | manifest.segment_copies),
-                all(segment.get("copy") for segment in segments),
-            )
-        return self._contents[name]
+        try:
+            manifest = manifests.load(self.store, name).manifest
+        except CheckpointError:
+            return None
+        segments = [s for shard in manifest.shards.values() for s in shard.get("segments", ())]
+        return _Content(
+            manifest.time_ms,
+            frozenset(manifest.files.keys() | manifest.segment_copies),
+            all(segment.get("copy") for segment in segments),
+        )
 
 
 def write_retention(store: CheckpointStore, retention: Retention) -> None:

@@ -67,7 +67,7 @@ def parse(text: str) -> ScrapedMetrics:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples[sample.name, frozenset(sample.labels.items())] = sample.value
-    except ValueError:
+    except (ValueError, IndexError):  # the parser raises both
         return ScrapedMetrics()
     return ScrapedMetrics(samples)
 
@@ -85,7 +85,7 @@ def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
                 if time.monotonic() > ends_s:
                     return ScrapedMetrics()
             return parse(body.decode("utf-8", "replace"))
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, ValueError):  # ValueError: it is no address
         return ScrapedMetrics()
 
 

@@ -3,7 +3,9 @@ at the shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 from param_server.client import Client
 from param_server.server import Shard, ShardRpcHandler
-from roostream.runtime.rpc.transport import InMemoryTransport
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.health import Health
+from roostream.runtime.rpc.transport import Handler, InMemoryTransport
 from tests.param_server.shard_support import MemoryStore, link_manifest, started_shard, state_of
 from tests.trainer.torchrec_row_workers import batch, schema
 from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
@@ -29,15 +33,18 @@ State = dict[tuple[str, int, int], bytes]
 class StackHarness:
     """Shards, a store, and the rows of one worker in both phases."""
 
-    def __init__(self, rendezvous: TorchRendezvous) -> None:
+    def __init__(
+        self, rendezvous: TorchRendezvous, on_call: Callable[[str], None] = lambda method: None, **more: Any
+    ) -> None:
+        """`on_call(method)` is called before each call of a shard. `more`: arguments of `TorchRecRows`."""
         self.store, self.initial = MemoryStore(), True
         self.shards: list[Shard] = [
             started_shard(index=n, num_shards=SHARDS, schema=schema(), store=self.store)
             for n in range(SHARDS)
         ]
-        transports = [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards]
-        self.client = Client(schema(), transports, worker=0, num_buckets=64)
-        self.torchrec_rows = TorchRecRows(schema(), StackShards(self.client, 0))
+        handlers = [observed(ShardRpcHandler(shard).handle, on_call) for shard in self.shards]
+        self.client = Client(schema(), list(map(InMemoryTransport, handlers)), worker=0, num_buckets=64)
+        self.torchrec_rows = TorchRecRows(schema(), StackShards(self.client, 0), **more)
         self.rows = PhasedRows(self.torchrec_rows, ShardRows(self.client), lambda: self.initial)
         self.rendezvous = DualRendezvous(rendezvous, self.torchrec_rows)
         self.incarnation, self.committed = 1, ""
@@ -73,6 +80,14 @@ class StackHarness:
         return {key: bits for shard in self.shards for key, bits in state_of(shard).items()}
 
 
+def observed(handler: Handler, on_call: Callable[[str], None]) -> Handler:
+    def handle(method: str, header: Any, arrays: Any) -> Any:
+        on_call(method)
+        return handler(method, header, arrays)
+
+    return handle
+
+
 def train(rows: Rows, steps: range) -> None:
     for step in steps:
         lookup, gradients = batch(0, step)
@@ -81,16 +96,22 @@ def train(rows: Rows, steps: range) -> None:
         rows.push(lookup, tensors, PushTimes(step=step + 1, time_ms=100 * step))
 
 
-@pytest.fixture
-def stack() -> Iterator[StackHarness]:
+@contextlib.contextmanager
+def opened_stack(*arguments: Any, **more: Any) -> Iterator[StackHarness]:
     rendezvous = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60)
-    harness = StackHarness(rendezvous)
+    harness = StackHarness(rendezvous, *arguments, **more)
     yield harness
     harness.group.leave()
     harness.client.close()
     rendezvous.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def stack() -> Iterator[StackHarness]:
+    with opened_stack() as harness:
+        yield harness
 
 
 @pytest.mark.slow
@@ -141,3 +162,33 @@ def test_a_restore_within_history_loses_nothing_that_was_committed(stack: StackH
     stack.train(range(4, 7))
     stack.rows.save()
     assert stack.state() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_loads_and_saves_many_rows_stays_alive() -> None:
+    """`/livez` fails after 120 s without a sign of life, and the worker would be killed and start over. Each
+    call of a shard takes 50 s here."""
+    clock = FakeClock()
+    health = Health(120.0, clock)
+    reasons: dict[str, list[str]] = {"overwrite": [], "contains": [], "records": []}
+
+    def on_call(method: str) -> None:
+        if method in reasons:
+            clock.advance(50)
+            reasons[method].append(health.dead())
+
+    health.turned()
+    with opened_stack(on_call, on_progress=health.turned, slice_bytes=1 << 14) as stack:
+        stack.begin(1, initial=True)
+        stack.train(range(4))
+        stack.commit(1)
+        stack.train(range(4, 5))  # asks which rows have expired
+        stack.rows.save()
+        undisturbed = stack.state()
+        stack.begin(2, initial=True)
+        stack.train(range(4, 5))  # loads the committed rows
+        stack.rows.save()
+        assert stack.state() == undisturbed and len(undisturbed) > 1000
+    assert {method: len(found) > 5 for method, found in reasons.items()} == dict.fromkeys(reasons, True)
+    assert {method: set(found) for method, found in reasons.items()} == {key: {""} for key in reasons}

@@ -48,6 +48,22 @@ def test_a_single_worker_is_its_own_sum(impatient: TorchRendezvous) -> None:
     assert isinstance(impatient.join(GroupSpec(1, 0, 1, "")), SingleWorkerGroup)
 
 
+def test_addresses_of_ipv6_have_brackets() -> None:
+    first, second = (TorchRendezvous("[::1]:0", device="cpu", timeout_s=20.0) for _ in range(2))
+    assert first.address.startswith("[::1]:")
+    groups = [r.join(GroupSpec(1, i, 2, first.address)) for i, r in enumerate((first, second))]
+    buckets = [torch.ones(1, dtype=torch.float64) for _ in groups]
+    threads = [threading.Thread(target=g.sum, args=(b,)) for g, b in zip(groups, buckets, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [bucket.tolist() for bucket in buckets] == [[2.0], [2.0]]
+    for group, rendezvous in zip(groups, (first, second), strict=True):
+        group.leave()
+        rendezvous.close()
+
+
 def test_a_port_in_use_is_an_error(impatient: TorchRendezvous) -> None:
     with pytest.raises(UnavailableError, match="listen"):
         TorchRendezvous(impatient.address, device="cpu", timeout_s=1.0)

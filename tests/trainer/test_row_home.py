@@ -39,10 +39,11 @@ def block(found: Keys, first: float) -> RowBlock:
 def loaded(homes: list[RowHome]) -> dict[tuple[int, int], bytes]:
     out = {}
     for home in homes:
-        kept = home.load(ADAGRAD)
-        for table, id_, record in zip(kept.keys.table_U, kept.keys.id_U, kept.records_MF, strict=True):
-            assert (int(table), int(id_)) not in out, "only one worker may load a row"
-            out[int(table), int(id_)] = record.tobytes()
+        for kept in home.load(ADAGRAD):
+            assert len(kept.keys), "an empty piece would end the load"
+            for table, id_, record in zip(kept.keys.table_U, kept.keys.id_U, kept.records_MF, strict=True):
+                assert (int(table), int(id_)) not in out, "only one worker may load a row"
+                out[int(table), int(id_)] = record.tobytes()
     return out
 
 

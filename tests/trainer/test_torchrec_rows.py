@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -30,8 +31,10 @@ from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 pytest.importorskip("torchrec")
 
 from trainer.config import WorkerConfig
+from trainer.process_group import is_out_of_memory
+from trainer.row_home import OwnShard
 from trainer.torchrec_plan import TablePlacement, pieces_of
-from trainer.torchrec_rows import SlotIndex, check_tables, read_placement
+from trainer.torchrec_rows import SlotIndex, TorchRecRows, check_tables, read_placement
 from trainer.worker_program import initial_placement
 
 State = dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]]
@@ -202,6 +205,28 @@ def test_a_table_that_fbgemm_cannot_hold_is_refused_with_a_remedy() -> None:
         check_tables(schema(), {"topic": TablePlacement("column_wise", (0,))})
 
 
+class FullPeers:
+    """`RowPeers` of a worker whose memory is full."""
+
+    index = 0
+
+    def connect(self) -> NoReturn:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 1073741824 bytes."
+        )
+
+
+def test_a_worker_without_memory_is_not_taken_for_a_lost_connection() -> None:
+    """No restore would help: training must be on hold."""
+    rows = TorchRecRows(schema(), OwnShard(started_shard(schema=schema())))
+    rows.meet(FullPeers())
+    rows.set_incarnation(1)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        rows.pull(batch(0, 0)[0])
+    assert is_out_of_memory(raised.value)
+
+
 @pytest.fixture
 def plan_for_three(tmp_path: Path) -> str:
     """Path of a plan with table `item` at worker 2."""
@@ -218,6 +243,35 @@ def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path, plan_for_thr
     with pytest.raises(ConfigError, match=r"'item'.*workers = 2"):
         read_placement(plan_for_three, schema(), 2)
     assert read_placement(plan_for_three, schema(), 3)["item"] == TablePlacement("table_wise", (2,))
+
+
+def written_plan(path: Path, table: str, kind: str, *shards: tuple[int, list[int], list[int]]) -> str:
+    """Path of a plan with one table; each shard is (rank, offsets, sizes)."""
+    entries = [{"rank": rank, "offsets": offsets, "sizes": sizes} for rank, offsets, sizes in shards]
+    tables = {table: {"sharding_type": kind, "shards": entries}}
+    path.write_text(json.dumps({"format": 1, "owners": 3, "module": "", "tables": tables}))
+    return str(path)
+
+
+def test_a_file_that_is_no_plan_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    path.write_bytes(b"\x93NUMPY\xff")
+    with pytest.raises(ConfigError, match=r"write-torchrec.*not UTF-8$"):
+        read_placement(str(path), schema(), 2)
+    for offsets, sizes in (([0, 0], [9, 8]), ([0, "a"], [9, 8]), ([0, -4], [9, 8])):
+        written_plan(path, "item", "row_wise", (0, [0, 0], [9, 8]), (1, offsets, sizes))
+        with pytest.raises(ConfigError, match="write-torchrec"):
+            read_placement(str(path), schema(), 2)
+
+
+def test_pieces_of_columns_that_do_not_divide_a_table_are_refused(tmp_path: Path) -> None:
+    """The plan may be of another width. TorchRec would refuse it in each pull, and everyone would be restored
+    for ever."""
+    shards = [(rank, [0, 4 * rank], [9, 4]) for rank in range(3)]
+    placement = read_placement(written_plan(tmp_path / "plan", "item", "column_wise", *shards), schema(), 3)
+    with pytest.raises(SchemaError, match=r"'item'.* 3 equal pieces of columns divide, got 8; plan"):
+        check_tables(schema(), placement)
+    check_tables(schema(), {"item": TablePlacement("column_wise", (0, 1))})
 
 
 def test_a_plan_for_more_workers_than_a_running_stack_has_is_replaced_by_sharding_by_rows(

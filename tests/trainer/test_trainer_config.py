@@ -11,7 +11,7 @@ import pytest
 
 from roostream.errors import ConfigError, SetupError
 from roostream.schema.settings import load
-from trainer.config import ControllerConfig, LoopConfig, WorkerConfig
+from trainer.config import ControllerConfig, LoopConfig, WorkerConfig, missing_device
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 
 COMMON: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store"}
@@ -53,6 +53,8 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"loss": "dfm"}, "label_delay_ms"),
         ({"loss": "hinge"}, "loss"),
         ({"rendezvous_address": "0.0.0.0:0"}, "rendezvous_address"),
+        ({"rendezvous_address": "0.0.0.0:0", "insecure": True}, "rendezvous_address"),
+        ({"rendezvous_address": "[::]:7100", "insecure": True}, "rendezvous_address"),
         ({"expand": "impressions", "rehearsal": REHEARSAL}, "rehearsal.batches"),
         ({"expand": "impressions", "selection": NEGATIVES}, "selection.policy"),
         ({"expand": "impressions", "deferral": DEFERRAL}, "deferral.share"),
@@ -111,6 +113,21 @@ def test_the_learning_rate_grows_with_the_square_root_of_the_batch_size() -> Non
 def test_rehearsed_batches_do_not_advance_the_learning_rate() -> None:
     config, rehearses = LoopConfig(), LoopConfig(rehearsal=RehearsalConfig(batches=1))
     assert all(rehearses.rate_after(2 * steps + 1) == config.rate_after(steps) for steps in (0, 1, 500, 4000))
+
+
+@pytest.mark.parametrize(
+    ("device", "num_cuda", "problem"),
+    [
+        ("cpu", 0, ""),
+        ("cuda", 1, ""),
+        ("cuda:1", 2, ""),
+        ("cuda", 0, "expected a CUDA device for 'cuda' on this machine, got none"),
+        ("cuda:2", 2, "expected a CUDA device for 'cuda:2' on this machine, got 2, from cuda:0 on"),
+    ],
+)
+def test_a_device_that_the_machine_lacks_is_named(device: str, num_cuda: int, problem: str) -> None:
+    found = missing_device(device, num_cuda)
+    assert problem in found and bool(found) == bool(problem)
 
 
 def test_a_missing_device_is_named() -> None:

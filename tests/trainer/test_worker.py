@@ -343,6 +343,15 @@ def test_shard_addresses_in_a_wrong_order_put_training_on_hold_after_some_tries(
         assert not worker.training and (worker.refusal is not None) == (error is ConfigError)
 
 
+def test_a_long_load_or_save_of_rows_shows_in_the_report() -> None:
+    """The controller gives a cut more time, and the program stays alive."""
+    harness, calls = WorkerHarness(), list[str]()
+    harness.worker.on_progress = lambda: calls.append("alive")
+    before = harness.worker.report()["progress"]
+    harness.worker.note_progress()
+    assert harness.worker.report()["progress"] != before and calls == ["alive"]
+
+
 def test_an_unknown_command_is_refused() -> None:
     assert "expected one of restore, start" in WorkerHarness().do("dance")["error"]
 

@@ -26,7 +26,7 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup
 from tests.param_server.shard_support import started_shard
 from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
-from trainer.row_home import OwnShard, StackShards
+from trainer.row_home import KeptRows, OwnShard, StackShards
 from trainer.rows import PushTimes
 from trainer.torchrec_plan import TablePlacement
 from trainer.torchrec_rows import TorchRecRows
@@ -101,6 +101,27 @@ def stack_shards(folder: Path, rank: int) -> StackShards | None:
     return StackShards(Client(schema(), transports, worker=rank, num_buckets=64), 0)
 
 
+class PacedShard(OwnShard):
+    """A `RowHome` that fails if a worker loads its next rows before the other one has loaded its own: the
+    other one may be slow, and the first would wait for longer than a collective operation may take. The
+    second worker is slow."""
+
+    def __init__(self, shard: Shard, folder: Path, rank: int, incarnation: int) -> None:
+        super().__init__(shard)
+        self.folder, self.rank, self.incarnation = folder, rank, incarnation
+        self._before = ""
+
+    def load(self, stack: str) -> Iterator[KeptRows]:
+        before, self._before = self._before, stack
+        assert not before or all(self._marker(before, rank).exists() for rank in range(WORKERS))
+        time.sleep(0.1 * self.rank)
+        yield from super().load(stack)
+        self._marker(stack, self.rank).touch()
+
+    def _marker(self, stack: str, rank: int) -> Path:
+        return self.folder / f"loaded-{self.incarnation}-{stack}-{rank}"
+
+
 def state(shard: Shard) -> Iterator[tuple[str, np.ndarray]]:
     for stack, table in shard.tables.items():
         row_M = table.index.flagged(1)
@@ -133,7 +154,7 @@ def main(rank: int, folder: Path) -> None:
         shard = started_shard(index=rank, num_shards=WORKERS, schema=schema())
         for part, placement in enumerate(placements):
             incarnation += 1
-            home = stack_shards(folder, rank) or OwnShard(shard)
+            home = stack_shards(folder, rank) or PacedShard(shard, folder, rank, incarnation)
             # Only worker 0 has a plan. The others get the placement from it.
             planned = PLACEMENTS[placement] if rank == 0 else None
             rows = TorchRecRows(schema(), home, lambda workers, planned=planned: planned)

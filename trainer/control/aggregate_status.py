@@ -1,7 +1,7 @@
 """The reports of all workers as one status: worst state, largest lag, sums of counts, overall quality.
 
-A value that one worker does not report is unknown. While training is on hold, that is the state, whatever
-workers reported last."""
+A value that one worker does not report, for example because it is not connected, is unknown. While training
+is on hold, that is the state, whatever workers reported last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
     `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow, drift) and
     `partitions` are as in trainer/worker_monitor.py; each partition names its `worker`."""
     reports = worker_reports(status)
-    watches = [report.get("watch") or {} for report in reports.values()]
+    absent: list[Mapping[str, Any]] = [{}] * (int(status["workers"]) - len(reports))
+    every = [*reports.values(), *absent]
+    watches = [report.get("watch") or {} for report in every]
     slowest = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
     hold = current_hold(status)
     etas = [watch.get("eta_s") for watch in watches]
@@ -45,9 +47,9 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
         "drain_per_s": _sum_rates([watch.get("drain_per_s") for watch in watches]),
         "lost_records": sum(watch.get("lost_records") or 0 for watch in watches),
         "trained": status.get("trained"),
-        "requests": _fold_known(sum, (report.get("requests") for report in reports.values())),
-        "step": _fold_known(max, (report.get("step") for report in reports.values())),
-        "watermark_ms": _fold_known(min, (report.get("watermark_ms") for report in reports.values())),
+        "requests": _fold_known(sum, (report.get("requests") for report in every)),
+        "step": _fold_known(max, (report.get("step") for report in every)),
+        "watermark_ms": _fold_known(min, (report.get("watermark_ms") for report in every)),
         "metrics": merge_summaries(report.get("metrics") or {} for report in reports.values()),
         "quality": _quality(watches),
         "partitions": [

@@ -55,6 +55,10 @@ DEVICE_TIME_FILE = "control/spent"
 """Device-seconds by use, as plain JSON."""
 
 
+class _Urgent(Exception):
+    """The next effect does not wait until everything old is deleted."""
+
+
 class BackfillEta:
     """Estimates how long the initial phase will take, from a smoothed training rate. Times are seconds of a
     monotonic clock."""
@@ -74,7 +78,7 @@ class BackfillEta:
             self._left = None
             self._meter.clear()
             return None
-        left = initial["left"] + (initial["epochs"] - initial["epoch"]) * initial["records"]
+        left = initial["left"]  # of all epochs
         if trained is None or trained < self._trained:  # a worker restarted and counts from 0
             self._meter.clear()
             self._left = None
@@ -121,7 +125,9 @@ class Controller:
         self._store_id = ""  # identity of the store of the first claim
         self._fence_checked_s = 0.0
         self._device_time_saved_s = clock.monotonic_s()
+        self._has_read_device_time = False
         self._leave_by_s: float | None = None  # deadline of its own preemption
+        self._on_progress: Callable[[], None] = lambda: None  # of the current turn
 
     def handle(
         self, method: str, header: Header, arrays: Sequence[np.ndarray]
@@ -156,7 +162,7 @@ class Controller:
         self, stop: threading.Event, on_turn: Callable[[], None] = lambda: None, closing_s: float = 0.0
     ) -> None:
         """Run until `stop` is set or the controller is preempted, then until what is trained is committed:
-        after `stop` for at most `closing_s`. `on_turn` is called in every iteration.
+        after `stop` for at most `closing_s`. `on_turn` is called in every iteration, and within a long one.
 
         Raises:
             FencedError: a newer controller exists.
@@ -168,7 +174,7 @@ class Controller:
                 self._leave_within(closing_s)
             if self._may_exit():
                 return
-            self.turn(None if stop.is_set() else stop)
+            self.turn(None if stop.is_set() else stop, on_turn)
             on_turn()
             with self._changed:
                 if not self.coordinator.has_effects:
@@ -188,9 +194,13 @@ class Controller:
                 now_s >= self._leave_by_s or self.coordinator.can_leave(now_s)
             )
 
-    def turn(self, stop: threading.Event | None = None) -> None:
+    def turn(
+        self, stop: threading.Event | None = None, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
         """Perform the pending effects in order. If the store is unavailable, the current effect stays first
-        in the queue and the call waits for a short time."""
+        in the queue and the call waits for a short time. `on_progress` is called within an effect that takes
+        long."""
+        self._on_progress = on_progress
         with self._changed:
             self._effects += self.coordinator.take_effects()
         try:
@@ -431,10 +441,18 @@ class Controller:
             case Retire():
                 self._save_device_time()
                 text = "old checkpoints could not be deleted: %s; the next commit tries again"
+
+                def check() -> None:
+                    self._on_progress()
+                    if self.coordinator.has_effects:
+                        raise _Urgent
+
                 try:
-                    self.cleaner.clean()
+                    self.cleaner.clean(check)
                     self._write_retention()
                     self._log_rate_limit.over("clean")
+                except _Urgent:
+                    log.debug("deletion of old checkpoints continues after the next commit")
                 except UnavailableError as error:
                     self._log_rate_limit.warning(log, "clean", text, error)
 
@@ -478,8 +496,10 @@ class Controller:
         """The plan of the incarnation before this controller. Its number of workers counts only if the
         settings are unchanged."""
         saved = manifests.newest_purpose(self.store)
-        with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
-            self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
+        if not self._has_read_device_time:  # a claim that fails after this is repeated
+            with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
+                self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
+            self._has_read_device_time = True
         plan = self.coordinator.phases.stored_plan(saved, self._initial_range)
         is_transient = plan.hold is not None and plan.hold.kind == TRANSIENT
         if is_transient and not self.coordinator.config.holds_idle:

@@ -254,6 +254,8 @@ class Coordinator:
         member = self.members.get(key)
         if member is None or member.session != session:
             before = member  # None: the member was silent, and its loss is already counted
+            if before is None:
+                self.holds.lives(key, session)
             self.members[key] = member = MemberState(
                 session=session, seen_s=now_s, since_s=now_s, process=process
             )
@@ -415,7 +417,8 @@ class Coordinator:
         training on hold."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
         lived_s, saved = member.seen_s - member.since_s, str(member.report.get("saved", ""))
-        if counts and (hold := self.holds.died(key, lived_s, saved, self.membership.rival(key, now_s))):
+        rival = self.membership.rival(key, now_s)
+        if counts and (hold := self.holds.died(key, lived_s, saved, rival, member.session)):
             return self._hold(key, hold.reason)
         self._lost(reason)
 

@@ -37,6 +37,7 @@ class Holds:
         self.max_deaths = max_deaths
         self.now: Hold | None = None
         self._deaths: Counter[Key] = Counter()
+        self._lost: dict[Key, int] = {}  # the process (its session) whose death was counted last
 
     def stop(self, member: Key | str, reason: str) -> Hold:
         """Begin a permanent hold; if training is on hold already, the first reason stays."""
@@ -47,12 +48,16 @@ class Holds:
     def is_transient(self) -> bool:
         return self.now is not None and self.now.kind == TRANSIENT
 
-    def died(self, key: Key, lived_s: float = 0.0, saved: str = "", rival: str = "") -> Hold | None:
-        """A process ended without being asked to. Returns a hold if it is a worker that keeps dying. Shards
-        hold the rows, so training always waits for them. `saved`: path of the batch at which the worker died.
-        `rival`: a sentence about another process that has tried to be this worker."""
+    def died(
+        self, key: Key, lived_s: float = 0.0, saved: str = "", rival: str = "", session: int = 0
+    ) -> Hold | None:
+        """A process ended without being asked to, or is silent. Returns a hold if it is a worker that keeps
+        dying. Shards hold the rows, so training always waits for them. `saved`: path of the batch at which
+        the worker died. `rival`: a sentence about another process that has tried to be this worker.
+        `session`: identifies the process."""
         if key.role != "worker":
             return None
+        self._lost[key] = session
         self._deaths[key] = 1 if lived_s > _EARLY_DEATH_S else self._deaths[key] + 1
         if self._deaths[key] < self.max_deaths:
             return None
@@ -64,13 +69,19 @@ class Holds:
             f"cause{hint}{also}",
         )
 
+    def lives(self, key: Key, session: int) -> None:
+        """A process sends beats again. If its death was counted, it was only silent: the network was away."""
+        if self._lost.pop(key, None) == session:
+            self._deaths[key] -= 1
+
     def committed(self) -> None:
         """A commit succeeded: forget earlier deaths."""
         self._deaths.clear()
+        self._lost.clear()
 
     def release(self) -> None:
         self.now = None
-        self._deaths.clear()
+        self.committed()
 
 
 class DeviceUse(enum.StrEnum):

@@ -98,9 +98,9 @@ class FreshnessTracker:
         quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
         for name, answer in scraped.items():
             for stage in FRESHNESS_STAGES:
-                if buckets := answer.by("roostream_freshness_seconds_bucket", "le", stage=stage):
+                if buckets := _buckets(answer, stage):
                     recent = self._recent.setdefault((name, stage), RecentQuantiles())
-                    recent.add(now_s, {float(bound): count for bound, count in buckets.items()})
+                    recent.add(now_s, buckets)
                     quantiles.setdefault(name, {})[stage] = {
                         key: None if (seconds := recent.quantile(q)) is None else seconds * 1000
                         for key, q in _QUANTILES.items()
@@ -117,6 +117,15 @@ class FreshnessTracker:
             return max((value for value in values if value is not None), default=None)
 
         return {stage: {key: worst(stage, key) for key in _QUANTILES} for stage in FRESHNESS_STAGES}
+
+
+def _buckets(answer: ScrapedMetrics, stage: str) -> dict[float, float]:
+    """Upper bound → cumulative count; {} if there are none, or a bound is no number."""
+    counts = answer.by("roostream_freshness_seconds_bucket", "le", stage=stage)
+    try:
+        return {float(bound): count for bound, count in counts.items()}
+    except ValueError:
+        return {}
 
 
 def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:

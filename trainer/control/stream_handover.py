@@ -22,6 +22,8 @@ from trainer.control.controller import Controller
 log = logging.getLogger("roostream.controller")
 
 CHECK_S = 60.0
+RETRY_S = 5.0
+_LOOK_S = 1.0  # for a new session
 PROTECT_MS = 15 * 60_000  # each check protects the version for this long
 
 
@@ -65,13 +67,20 @@ class StreamHandover:
         self.clock, self.max_records = clock, max_records
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop`."""
+        """Run until `stop`. A new session is checked at once, because it may be trained in less than
+        CHECK_S, and unchecked it would be followed by the stream."""
+        checked, due_s = "", 0.0
         while not stop.is_set():
-            try:
-                self.check()
-            except RoostreamError as error:
-                log.warning("what follows the warehouse session cannot be determined now: %s", error)
-            stop.wait(CHECK_S)
+            _, session = self.controller.session_now()
+            if session and (session.digest != checked or self.clock.monotonic_s() >= due_s):
+                wait_s = CHECK_S
+                try:
+                    self.check()
+                except RoostreamError as error:
+                    log.warning("what follows the warehouse session cannot be determined now: %s", error)
+                    wait_s = RETRY_S
+                checked, due_s = session.digest, self.clock.monotonic_s() + wait_s
+            stop.wait(_LOOK_S)
 
     def check(self) -> None:
         """Check once. Raises RoostreamError: not possible now; the last decision stays."""

@@ -85,7 +85,7 @@ def _csv(path: Path) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
             return archive.read(_MEMBER)
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:  # encrypted
         raise ConfigError(f"{path}: expected a zip file with {_MEMBER}, got {error}; copy it again") from None
 
 

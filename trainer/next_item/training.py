@@ -24,6 +24,7 @@ from roostream.models.sequence.hstu import Hstu, HstuLayer
 from roostream.models.sequence.hstu_attention import attention_in_place
 from roostream.models.sequence.jagged_sequences import build_history_sequences
 from roostream.models.sequence.next_item import NextItem, SasRec
+from trainer.config import missing_device
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
 from trainer.next_item.sequences import TEST, VALIDATION, UserSequences, evaluation_windows, training_windows
@@ -152,10 +153,8 @@ def run_next_item(
         ConfigError: the device does not exist.
         RoostreamError: the loss is not finite.
     """
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device: expected a CUDA device, got none on this machine for {config.device!r}; set cpu"
-        )
+    if problem := missing_device(config.device, torch.cuda.device_count()):
+        raise ConfigError(problem)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     run = NextItemTrainer(config, sequences, num_items)

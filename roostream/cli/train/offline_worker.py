@@ -242,7 +242,13 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
             placement = {
                 table: TablePlacement(kind, tuple(ranks)) for table, (kind, ranks) in task.placement.items()
             }
-            held = TorchRecRows(parts.schema, OwnShard(shard), lambda _: placement, parts.settings.device)
+            held = TorchRecRows(
+                parts.schema,
+                OwnShard(shard),
+                lambda _: placement,
+                parts.settings.device,
+                on_progress=lambda: worker.note_progress(),
+            )
             rows, rendezvous, on_batch = held, DualRendezvous(peers, held), held.note_batch
 
             def stats() -> dict[str, Any]:

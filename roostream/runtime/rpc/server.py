@@ -58,7 +58,7 @@ class RpcServer:
         credentials: LinkCredentials | None = None,
     ) -> None:
         self.handler = handler
-        self.host = host
+        self.host = host.strip("[]")
         self.port = port
         self.credentials = credentials or LinkCredentials()
         self.max_frame_bytes, self.max_connections = max_frame_bytes, max_connections
@@ -82,7 +82,8 @@ class RpcServer:
                 "set certificate, key and ca of [link], or insecure = true if the network is yours alone"
             )
         try:
-            self._listener = socket.create_server((self.host, self.port), backlog=64)
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            self._listener = socket.create_server((self.host, self.port), family=family, backlog=64)
         except (OSError, OverflowError) as error:
             raise SetupError(
                 f"{self.host}:{self.port} can't be listened on ({error}); choose another port, or 0 for any"
@@ -95,7 +96,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """`host:port` in use; `start` chooses the port if it was 0."""
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def num_connections(self) -> int:

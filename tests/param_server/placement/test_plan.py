@@ -138,6 +138,18 @@ def test_rows_that_do_not_fit_are_refused_with_advice() -> None:
     assert np.bincount([p.owner for p in placement.pieces if p.table == "a"], minlength=8).max() == 1
 
 
+def test_pieces_of_columns_that_fit_into_no_owner_are_refused() -> None:
+    """Four owners have room for all rows, but not one of them for half of the table."""
+    big = [table("a", rows=1 << 20)]  # 128 MiB with state
+    with pytest.raises(ConfigError, match=r"column pieces that fit into 0.0 GiB .* none for a;"):
+        plan(big, 4, memory_bytes=40 << 20, columns={"a": 2})
+    assert len(plan(big, 4, memory_bytes=40 << 20, columns={"a": 4}).pieces) == 4
+
+
+def test_tables_that_cost_nothing_can_be_planned() -> None:
+    assert plan([table("a", 0.0)], 2, CostModel(piece_s=0.0)).predicted_s == 0.0
+
+
 def test_constants_of_a_benchmark_state_their_accuracy() -> None:
     measured = CostModel(memory_bytes_s=1e9, error=0.18)
     assert costs_of(json.dumps(dataclasses.asdict(measured))) == measured and "18%" in measured.time_accuracy

@@ -104,6 +104,26 @@ def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
     assert merged.valency == 110 / 80
 
 
+SPARSE = {"feature": "f", "table": "t", "dim": 8, "max_len": 1, "batches": 4, "examples": 40, "requests": 40}
+
+
+def test_a_feature_that_few_requests_have_can_be_planned() -> None:
+    """Decayed counts are rounded, so a few may become none."""
+    before = TableProfile(**SPARSE, ids=10, uniques=4, half_ids=5, half_uniques=2)  # type: ignore[arg-type]
+    added = TableProfile(**SPARSE, ids=1, uniques=1)  # type: ignore[arg-type]
+    merged = before.merged(added, keep=0.2)
+    assert (merged.half_ids, merged.half_uniques, merged.ids, merged.uniques) == (1, 0, 3, 2)
+    assert merged.uniques_of(24) == pytest.approx(1.0), "two rows in 48 requests"
+
+
+def test_batches_without_a_feature_do_not_hide_how_often_its_ids_are_repeated() -> None:
+    with_ids = TableProfile(**SPARSE, ids=10, uniques=4, impression_ids=50)  # type: ignore[arg-type]
+    without = TableProfile(**SPARSE, ids=0, uniques=0)  # type: ignore[arg-type]
+    assert with_ids.merged(without).expansion == without.merged(with_ids).expansion == 5.0
+    uncounted = dataclasses.replace(with_ids, impression_ids=0)
+    assert with_ids.merged(uncounted).expansion == 1.0
+
+
 def test_new_counts_are_merged_into_decayed_saved_ones() -> None:
     store, schema = MemoryStore(), samples.schema()
     save_profiles(store, make_profiler().profiles, NOW)

@@ -63,6 +63,15 @@ def transport(server: RpcServer) -> Iterator[SocketTransport]:
     transport.close()
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_server_listens_on_an_address_of_ipv6(peer: EchoHandler, host: str) -> None:
+    server = RpcServer(peer, host).start()
+    assert server.address == f"[::1]:{server.port}"
+    with contextlib.closing(SocketTransport(server.address)) as transport:
+        assert transport.call("echo", {"n": 1}, timeout_s=10)[0] == {"n": 1}
+    server.stop()
+
+
 def send_raw(server: RpcServer, data: bytes) -> bytes:
     """Send these bytes and return everything the server answers until it closes the connection."""
     with socket.create_connection((server.host, server.port), timeout=10) as connection:

@@ -41,6 +41,16 @@ def test_values_that_not_every_worker_reports_are_unknown(workers: tuple[dict[st
     assert total["lag_ms"] is total["eta_s"] is total["requests"] is None
 
 
+def test_values_are_unknown_while_a_worker_is_not_connected() -> None:
+    """The sum over the others would be shown as the lag of training."""
+    both = status({**FAST, "requests": 5, "step": 2}, {**SLOW, "requests": 7, "step": 2})
+    assert aggregate_status(both)["lag_records"] == 51
+    del both["reports"]["worker 1"]
+    total = aggregate_status(both)
+    assert total["state"] == "unknown" and total["lag_ms"] is total["lag_records"] is total["eta_s"] is None
+    assert total["requests"] is total["step"] is total["watermark_ms"] is None
+
+
 def test_workers_on_standby_are_ignored() -> None:
     assert aggregate_status({**status(FAST, {}), "workers": 1})["state"] == "caught_up"
 

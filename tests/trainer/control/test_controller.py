@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime import manifest as manifests
+from roostream.runtime.health import Health
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.retention import Retention
 from roostream.runtime.store_identity import IDENTITY_NAME
+from tests.runtime.manifest_cases import a_manifest
 from tests.trainer.control.test_coordinator import CONFIG
 from tests.trainer.control.test_scaling import FakeFleet
 from tests.trainer.memory_store import MemoryStore
@@ -43,6 +46,65 @@ def test_a_store_that_is_away_is_reported_as_away_until_it_answers() -> None:
         fleet.controller.turn()
         reported.append(bool(fleet.controller.status()["away"]))
     assert reported == [True, True, True, False]
+
+
+class SlowFleet(FakeFleet):
+    """A fleet whose store has 40 old commits; the next turn of the controller deletes most of them. Each read
+    and each deletion takes 10 s, and calls `on_call`."""
+
+    def __init__(self) -> None:
+        store = MemoryStore()
+        for seq in range(1, 41):
+            manifest = a_manifest(seq)
+            store.create(manifest.name, manifest.encode())
+        super().__init__(store=store)
+        self.to(State.RUNNING).step = 1 << 40
+        self.controller.coordinator.want_commit()
+        while not self.controller.coordinator.num_commits:
+            self.turn()
+        assert self.controller.coordinator.has_effects, "the deletion must be next"
+        self.on_call: Callable[[], object] = lambda: None
+        self.call_s = 10.0
+        get, delete = store.get, store.delete
+        store.get = lambda name: self._slow(get, name)  # type: ignore[method-assign]
+        store.delete = lambda name: self._slow(delete, name)  # type: ignore[method-assign]
+
+    def _slow(self, method: Callable[[str], Any], name: str) -> Any:
+        self.clock.advance(self.call_s)
+        self.on_call()
+        return method(name)
+
+
+def test_a_controller_that_deletes_many_old_commits_stays_alive() -> None:
+    """After days without the right to delete, reading and deleting them takes longer than `/livez` allows."""
+    fleet, reasons = SlowFleet(), list[str]()
+    health = Health(120.0, fleet.clock)
+    health.turned()
+    fleet.on_call = lambda: reasons.append(health.dead())
+    fleet.controller.turn(on_progress=health.turned)
+    assert len(reasons) > 60 and set(reasons) == {""}
+
+
+def test_the_deletion_of_many_old_commits_does_not_delay_the_next_effect() -> None:
+    fleet, calls = SlowFleet(), list[int]()
+
+    def restart_worker() -> None:
+        calls.append(len(fleet.store.list(manifests.MANIFESTS)))
+        if len(calls) == 45:
+            fleet.sessions[Key("worker", 0)] = 2
+            fleet.beat(Key("worker", 0))
+
+    fleet.on_call = restart_worker
+    fleet.controller.turn()
+    assert fleet.controller.coordinator.state is State.CLAIMING and len(calls) == 45
+    fleet.controller.turn()
+    assert fleet.controller.coordinator.state is State.GATHERING
+    fleet.on_call, fleet.call_s = lambda: None, 0.0
+    fleet.to(State.RUNNING).step += 1
+    fleet.turn()
+    fleet.call("commit", timeout_s=20)
+    fleet.turn()
+    assert len(fleet.store.list(manifests.MANIFESTS)) == 10
 
 
 def test_a_commit_on_demand_does_not_succeed_during_an_outage_or_restore() -> None:

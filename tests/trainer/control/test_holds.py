@@ -4,6 +4,7 @@ counted."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import FakeFleet
+from trainer.control.controller import DEVICE_TIME_FILE
 from trainer.control.holds import MAX_DEATHS, DeviceTime, DeviceUse, Holds, device_use, idle_hold, ratios
 from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
 from trainer.control.types import Hold, Key, State
@@ -207,6 +209,18 @@ def test_a_permanent_hold_names_the_process_that_was_refused_as_the_same_worker(
     assert "two processes run as worker 0" in run_until_held(fleet)["reason"]
 
 
+def test_a_worker_that_is_only_silent_does_not_count_as_dead() -> None:
+    """The network was away; the same process sends beats again."""
+    fleet = HeldFleet()
+    for _ in range(2 * MAX_DEATHS):
+        fleet.to(State.RUNNING, 1.0)
+        lose_worker(fleet)
+        fleet.members.append(WORKER)
+    fleet.to(State.RUNNING, 1.0)
+    assert fleet.controller.status()["holds"] == []
+    assert fleet.controller.coordinator.num_rollbacks == 2 * MAX_DEATHS
+
+
 def test_a_crash_loop_escalates_to_a_hold() -> None:
     fleet = HeldFleet()
     fleet.to(State.RUNNING)
@@ -283,6 +297,20 @@ def test_device_seconds_are_saved_for_the_next_controller() -> None:
     after = HeldFleet(2, fleet.store)
     after.turn()
     assert after.controller.status()["device_s"]["training"] == device_s["training"]
+
+
+def test_device_seconds_of_earlier_controllers_are_added_once_if_a_claim_is_repeated() -> None:
+    first = HeldFleet().with_commit(5)
+    first.turn(30.0)
+    saved = DeviceTime(0.0)
+    saved.add(json.loads(first.store.objects[DEVICE_TIME_FILE]))
+    assert saved.seconds[DeviceUse.TRAINING] > 0
+    second = HeldFleet(1, first.store)
+    for _ in range(3):
+        second.store.fail_next("create")  # the claim is refused after the file was read
+        second.controller.turn()
+    second.controller.turn()
+    assert second.controller.status()["device_s"]["training"] == saved.seconds[DeviceUse.TRAINING]
 
 
 def test_device_seconds_are_saved_during_a_long_hold() -> None:

@@ -162,3 +162,29 @@ def test_a_worker_that_joins_later_is_scraped() -> None:
     assert targets.figures()["programs"] == {"worker": True, "worker-1": True}
     del workers[1]
     assert targets.figures()["programs"] == {"worker": True}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1:9100/metrics", "http://a..b:9100/metrics", "http://a:99999/metrics", "http://:1/"]
+)
+def test_an_address_that_is_none_is_a_wrong_setting_and_ends_no_scrape(url: str) -> None:
+    """A scrape that raised would end the controller, again and again."""
+    common = {"bootstrap": "127.0.0.1:1", "store": "s", "schema": "s.toml", "listen": "127.0.0.1:0"}
+    with pytest.raises(ConfigError, match=r"scrape_targets': expected NAME=URL, .*, got 'a=http"):
+        ControllerConfig(scrape_targets=(f"a={url}",), num_shards=1, **common)  # type: ignore[arg-type]
+    assert not scrape.fetch(url), "a program may report such an address, too"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        'a{le="0.5", ="y"} 1\n',
+        'a{le="0.5",',
+        '<html>{"json": 1}</html>',
+        'roostream_freshness_seconds_bucket{le="x",stage="engagement_to_close"} 1\n',
+    ],
+)
+def test_a_page_that_has_no_valid_metrics_ends_no_scrape(page: str) -> None:
+    targets = ScrapeTargets({"joiner": "http://j"}, FakeClock(), lambda urls: {"joiner": scrape.parse(page)})
+    targets.scrape()
+    assert targets.figures()["freshness"]["engagement_to_close"] == {"p50_ms": None, "p99_ms": None}

@@ -120,6 +120,54 @@ def test_a_failed_check_changes_nothing_and_is_retried(
     assert harness.controller.followed == [] and "the store is away" in caplog.text
 
 
+class EventAt(threading.Event):
+    """Is set at a time of a fake clock, which each wait advances."""
+
+    def __init__(self, clock: FakeClock, at_s: float) -> None:
+        super().__init__()
+        self.clock, self.at_s = clock, at_s
+
+    def is_set(self) -> bool:
+        return self.clock.monotonic_s() >= self.at_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.clock.advance(timeout or 0.0)
+        return self.is_set()
+
+
+def test_what_follows_is_known_soon_after_each_session_begins() -> None:
+    """A session may be trained in less time than passes between two checks. It would be followed by the
+    stream although Kafka has lost the records."""
+    harness = HandoverHarness()
+    sessions = {0.0: None, 3.0: SESSION, 8.0: dataclasses.replace(NEWER, digest="later")}
+    checked: list[tuple[float, TableInput | None]] = []
+
+    def session_now() -> tuple[int, TableInput | None]:
+        now_s = harness.clock.monotonic_s()
+        return 1, sessions[max(begin_s for begin_s in sessions if begin_s <= now_s)]
+
+    harness.controller.session_now = session_now  # type: ignore[method-assign]
+    harness.controller.set_following = lambda session: checked.append(  # type: ignore[method-assign]
+        (harness.clock.monotonic_s(), session)
+    )
+    harness.handover.run(EventAt(harness.clock, 20.0))
+    assert [at_s for at_s, _ in checked] == [3.0, 8.0] and checked[0][1] == NEWER
+
+
+def test_a_failed_check_is_repeated_within_seconds() -> None:
+    harness, failures = HandoverHarness(), [UnavailableError("Kafka is away")]
+    oldest = harness.handover.oldest
+
+    def fail_once() -> Progress:
+        if failures:
+            raise failures.pop()
+        return oldest()
+
+    harness.handover.oldest = fail_once
+    harness.handover.run(EventAt(harness.clock, 20.0))
+    assert harness.controller.followed == [NEWER]
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_location_without_a_table_is_a_config_error(exists: bool, tmp_path: Path) -> None:
     """A restart cannot repair a wrong setting, so the error must differ from that of an unavailable store."""

@@ -203,7 +203,7 @@ def test_a_non_finite_loss_ends_training() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="expected a CUDA device, got none"):
+    with pytest.raises(ConfigError, match="expected a CUDA device for 'cuda' on this machine, got none"):
         run_next_item(NextItemConfig(model="hstu", device="cuda", **SMALL), chain_sequences(), ITEMS)
 
 
@@ -292,6 +292,16 @@ def test_a_truncated_zip_file_is_rejected(tmp_path: Path) -> None:
     path = write_dataset(tmp_path) / INTERACTIONS
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ConfigError, match=r"expected a zip file with train\.csv"):
+        read_movielens(tmp_path)
+
+
+def test_an_encrypted_zip_file_is_rejected(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path) / INTERACTIONS
+    data = bytearray(path.read_bytes())
+    data[6] |= 1  # flags of the member, and of its entry in the directory
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"expected a zip file with train\.csv.*encrypted"):
         read_movielens(tmp_path)
 
 
