@@ -115,12 +115,20 @@ class TlsContext:
         return None
 
 
+def no_password() -> str:
+    """The password of a key for `load_cert_chain`. Without it, OpenSSL asks for one at the terminal.
+
+    Raises OSError: the key is encrypted.
+    """
+    raise OSError("the key is encrypted; write it without a password")
+
+
 def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(files.certificate, files.key)
+        context.load_cert_chain(files.certificate, files.key, no_password)
     except OSError as error:  # ssl.SSLError is one
         got = f"{files.certificate!r} and {files.key!r}: {error.strerror or error}"
         raise SettingError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -96,6 +97,8 @@ class SocketTransport:
         except (OSError, WireError) as error:
             self._drop(connection)
             reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            if isinstance(error, ssl.SSLError):  # with TLS 1.3 a client's handshake ends before the server's
+                reason += "; it may refuse this program's certificate, see its log"
             raise TransportError(f"{method} at {self.address}: {reason}") from None
         if received is None:
             self._drop(connection)
