@@ -23,18 +23,30 @@ class Authority:
         self.pem = folder / f"{name}.pem"
         self.pem.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *hosts: str) -> tuple[str, str]:
-        """Issue a certificate for 127.0.0.1 and these hosts. Returns the paths of the certificate and the
-        key; a certificate of the same name is overwritten."""
+    def issue(
+        self, name: str, *hosts: str, password: str = "", expired: bool = False, local: bool = True
+    ) -> tuple[str, str]:
+        """Issue a certificate for these hosts and, if `local`, for 127.0.0.1. Returns the paths of the
+        certificate and the key, which `password` encrypts; a certificate of the same name is overwritten."""
         key = ec.generate_private_key(ec.SECP256R1())
         files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        files[0].write_bytes(self._sign(name, key, hosts).public_bytes(serialization.Encoding.PEM))
-        forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        signed = self._sign(name, key, hosts, until=2021 if expired else 2120, local=local)
+        files[0].write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+        secret: serialization.KeySerializationEncryption = serialization.NoEncryption()
+        if password:
+            secret = serialization.BestAvailableEncryption(password.encode())
+        forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret
         files[1].write_bytes(key.private_bytes(*forms))
         return str(files[0]), str(files[1])
 
     def _sign(
-        self, name: str, key: Any, hosts: tuple[str, ...] = (), is_authority: bool = False
+        self,
+        name: str,
+        key: Any,
+        hosts: tuple[str, ...] = (),
+        is_authority: bool = False,
+        until: int = 2120,
+        local: bool = True,
     ) -> x509.Certificate:
         subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, self.name))
         begin = datetime.datetime(2020, 1, 1)
@@ -42,9 +54,10 @@ class Authority:
             x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
         )
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin)
-        builder = builder.not_valid_after(datetime.datetime(2120, 1, 1))
+        builder = builder.not_valid_after(datetime.datetime(until, 1, 1))
         builder = builder.add_extension(x509.BasicConstraints(is_authority, None), True)
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)]
+        address = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))] if local else []
+        names = [*address, *map(x509.DNSName, hosts)]
         return builder.add_extension(x509.SubjectAlternativeName(names), False).sign(
             self.key, hashes.SHA256()
         )

@@ -37,7 +37,7 @@ from roostream.cli.options import (
 from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import ConfigError, SetupError, printable
-from roostream.runtime.program import MaskingFormatter
+from roostream.runtime.program import MaskingFormatter, set_on_signals
 from roostream.schema.schema_file import load_schema
 
 Programs = Mapping[str, Mapping[str, Any]]
@@ -356,8 +356,7 @@ def stop_on_signals() -> threading.Event:
     """An event that Ctrl-C, `down` or a closed terminal sets. A second signal does not interrupt the
     shutdown."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
+    set_on_signals(stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     return stop
 
 

@@ -17,6 +17,7 @@ import click
 from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
 from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
+from roostream.runtime.tls import no_password
 
 _TIMEOUT_S = 10.0
 
@@ -46,7 +47,7 @@ class AdminInterface(NamedTuple):
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.certificate:
-                context.load_cert_chain(self.certificate)
+                context.load_cert_chain(self.certificate, password=no_password)
         except OSError as error:
             raise ConfigError(f"--ca, --certificate: expected PEM files: {error.strerror or error}") from None
         return context

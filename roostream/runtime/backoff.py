@@ -76,9 +76,8 @@ class Backoff:
             self._down_since_s = now
         away = now - self._down_since_s
         if self.timeout_s is not None and away >= self.timeout_s:
-            raise UnavailableError(
-                f"{self.what} has not answered for {away:.0f} s ({error}); start it or check the address"
-            )
+            advice = "" if "; " in str(error) else "; start it or check the address"
+            raise UnavailableError(f"{self.what} has not answered for {away:.0f} s ({error}){advice}")
         if not self._logged_s or now - self._logged_s >= self.log_every_s:
             level = logging.WARNING if away >= self.expected_s else logging.INFO
             log.log(level, "waiting for %s: %s (retrying)", self.what, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import dataclasses
 import datetime
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
@@ -166,6 +167,18 @@ def _log_kernel_compilation() -> None:
     event.register("numba:compile", Once())
 
 
+def set_on_signals(
+    stop: threading.Event, numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
+) -> None:
+    """Set `stop` when one of these signals arrives. Call it in the main thread.
+
+    A handler interrupts the main thread anywhere, also inside a method of `stop`, which then holds the
+    event's lock. The handler would wait for it forever, so another thread sets the event.
+    """
+    for number in numbers:
+        signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
+
+
 def run(
     name: str, body: Callable[[Stop], None], log_format: LogFormat = "text", *, is_command: bool = False
 ) -> int:
@@ -182,8 +195,7 @@ def run(
     tune_garbage_collector()
     stop = Stop()
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+        set_on_signals(stop)
     try:
         setup_logging(log_format)
         _log_kernel_compilation()

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import ssl
 import threading
+import time
 from pathlib import Path
 
 from roostream.runtime.file_watcher import FileWatcher
@@ -77,31 +78,49 @@ class TlsSettings(Settings):
 
 
 class TlsContext:
-    """One SSL context for all connections. Connections that begin after a change of the files use the new
-    certificate."""
+    """One SSL context for all connections. Handshakes that begin after a change of the files use the new
+    ones."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises SettingError: a file can't be read, or certificate and key do not match."""
         self.files = files
-        self._watch = FileWatcher(Path(files.certificate), Path(files.key))
-        self.context = _context(files)
+        named = files.certificate, files.key, files.client_ca
+        self._watch = FileWatcher(*(Path(name) for name in named if name))
+        self._changed_s = 0.0  # when changed files were loaded, as Unix time
+        self.context = self._newest = _context(files)
+        self.context.sni_callback = self._use_newest
 
     def poll(self) -> None:
-        """Load changed files. If they are invalid, log an error and keep the old certificate."""
+        """Load changed files. If they are invalid, log an error and keep the old ones."""
         if not self._watch.changed():
             return
         try:
-            _context(self.files)  # a mismatched pair must not reach the context in use
-            self.context.load_cert_chain(self.files.certificate, self.files.key)
-        except (SettingError, OSError) as error:
-            log.error("%s; the old certificate stays in use", error)
+            self._newest, self._changed_s = _context(self.files), time.time()
+        except SettingError as error:
+            log.error("%s; the old files stay in use", error)
         else:
-            log.info("%s changed: new connections use the new certificate", self.files.certificate)
+            log.info("%s changed: new connections use the new files", ", ".join(map(str, self._watch.files)))
 
     def run(self, stop: threading.Event) -> None:
         """Check the files until `stop` is set."""
         while not stop.wait(_CHECK_EVERY_S):
             self.poll()
+
+    def _use_newest(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> int | None:
+        """OpenSSL calls it at the beginning of every handshake, also without a server name. Returns the alert
+        that ends the handshake, or None."""
+        if connection.session_reused and connection.session.time <= self._changed_s:  # type: ignore[union-attr]
+            return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN  # its client was checked by the old authorities
+        connection.context = self._newest
+        return None
+
+
+def no_password() -> str:
+    """The password of a key for `load_cert_chain`. Without it, OpenSSL asks for one at the terminal.
+
+    Raises OSError: the key is encrypted.
+    """
+    raise OSError("the key is encrypted; write it without a password")
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:
@@ -109,13 +128,15 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(files.certificate, files.key)
+        context.load_cert_chain(files.certificate, files.key, no_password)
     except OSError as error:  # ssl.SSLError is one
         got = f"{files.certificate!r} and {files.key!r}: {error.strerror or error}"
         raise SettingError(
             "tls_certificate", f"expected PEM files of a certificate chain and its private key, got {got}"
         ) from None
     if files.client_ca:
+        # With a ticket a client would skip the check of its certificate, also by changed authorities.
+        context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
         try:
             context.load_verify_locations(files.client_ca)
         except OSError as error:

@@ -28,6 +28,7 @@ REST_S = 10.0  # for the rest of a body after the request was answered
 STALLED_S = 20.0  # for the client to read MIN_READ_BYTES of answers that wait
 LINGER_S = 2.0  # for the client to read MIN_READ_BYTES of the last answer, while its input is discarded
 MIN_READ_BYTES = 16 << 10
+_SINGLE = (b"authorization", b"content-type", b"content-encoding", b"x-deadline-ms", b"x-model-version")
 _UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 
 
@@ -194,9 +195,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._upgrades or self._refused:
             return
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        names = [name for name, _ in self.headers]
+        num_hosts = names.count(b"host")
         if num_hosts > 1 or (num_hosts == 0 and self._version == b"1.1"):  # RFC 9112, section 3.2
             self.refuse(RequestError(400, f"expected one Host header, got {num_hosts}"))
+        elif repeated := next((name for name in _SINGLE if names.count(name) > 1), b""):
+            self.refuse(RequestError(400, f"expected one header {repeated.decode()}, got several"))
         elif size > MAX_HEAD_BYTES:
             self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
         elif len(self.pipeline) >= MAX_PIPELINED:

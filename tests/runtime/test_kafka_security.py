@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -229,7 +231,7 @@ def test_a_wait_says_why_a_broker_refuses(secured_broker: SecuredBroker, tmp_pat
         (
             secured_broker.sasl,
             dataclasses.replace(login, ca=str(other_authority.pem)),
-            "certificate verify failed",
+            "is not valid",
         ),
         (secured_broker.ssl, dataclasses.replace(certificates, certificate=certificate, key=key), "alert"),
     ):
@@ -238,9 +240,84 @@ def test_a_wait_says_why_a_broker_refuses(secured_broker: SecuredBroker, tmp_pat
         assert "wrong-one" not in str(caught.value)
 
 
+@contextlib.contextmanager
+def tls_listener(certificate: str, key: str) -> Iterator[str]:
+    """Address of a server that does TLS handshakes and nothing else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listener = socket.create_server((HOST, 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError), contextlib.closing(connection):
+                connection.settimeout(5)
+                context.wrap_socket(connection, server_side=True).close()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"{HOST}:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("certificate", "reason"),
+    [
+        ({"expired": True}, "certificate has expired"),
+        ({"local": False}, "not valid for '127.0.0.1'"),
+        ({}, "unable to get local issuer certificate"),
+    ],
+    ids=["expired", "other-host", "other-authority"],
+)
+def test_a_wait_says_why_the_brokers_certificate_is_not_valid(
+    tmp_path: Path, certificate: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    ours = Authority(tmp_path, "ours")
+    issuer = ours if certificate else Authority(tmp_path / "theirs", "theirs")
+    security = KafkaSecurity(protocol="SSL", ca=str(ours.pem))
+    with tls_listener(*issuer.issue("broker", "elsewhere.example", **certificate)) as address:
+        with pytest.raises(UnavailableError, match=rf"{reason}.*; check kafka_security") as caught:
+            clients.wait_for_broker(Broker(address, security), timeout_s=3.0)
+        assert "start it" not in str(caught.value)
+
+
+def test_a_wait_says_that_a_listener_expects_tls(secured_broker: SecuredBroker) -> None:
+    for address in (secured_broker.sasl, secured_broker.ssl):
+        with pytest.raises(UnavailableError, match="expects TLS; set protocol"):
+            clients.wait_for_broker(Broker(address), timeout_s=3.0)
+
+
+def test_renewed_files_that_a_client_has_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    old, new = Authority(tmp_path, "ours"), Authority(tmp_path / "theirs", "theirs")
+    with tls_listener(*new.issue("broker")) as address:
+        client = clients.admin(Broker(address, KafkaSecurity(protocol="SSL", ca=str(old.pem))))
+        old.pem.write_bytes(new.pem.read_bytes())
+        with pytest.raises(KafkaException):
+            client.list_topics(timeout=2)
+        client.poll(0)
+    assert "restart this program" in caplog.text
+
+
 def test_a_wait_names_a_refused_connection_although_librdkafka_reports_it_once() -> None:
     with pytest.raises(UnavailableError, match="Connection refused"):
         clients.wait_for_broker(Broker("127.0.0.1:1"), timeout_s=6.0)
+
+
+def test_an_encrypted_key_needs_its_password(tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path, "ours").issue(USER, password="secret")
+    security = KafkaSecurity(protocol="SSL", certificate=certificate, key=key)
+    with pytest.raises(ConfigError, match=r"kafka_security\.key: .*key_password"):
+        clients.admin(Broker("127.0.0.1:1", security))
+    clients.admin(Broker("127.0.0.1:1", dataclasses.replace(security, key_password="secret")))
 
 
 @pytest.mark.parametrize("key", ["nowhere.key", "other.key"])

@@ -83,6 +83,24 @@ def test_a_signal_stops_a_program_in_order(number: signal.Signals) -> None:
     assert (process.returncode, stdout) == (0, "down\n") and "prog stopped" in stderr
 
 
+def test_a_signal_that_interrupts_a_method_of_the_stop_event_stops_the_program() -> None:
+    """The main thread holds the event's lock at that moment; the handler must not wait for it."""
+    body = """import os, signal, threading
+    def interrupt(frame, event, argument):
+        if frame.f_code is threading.Condition.wait.__code__:
+            sys.settrace(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+    sys.settrace(interrupt)
+    while not stop.wait(0.1):
+        pass"""
+    process = start_program(body)
+    try:
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: bool) -> None:
     """While such a thread runs, the process skips the interpreter's finalization, which could crash. Without

@@ -58,7 +58,7 @@ class KafkaSecurity:
             )
         if bool(self.certificate) != bool(self.key):
             raise ConfigError("expected certificate and key together, got one of them; add the other")
-        if not self.protocol.endswith("SSL") and (self.ca or self.certificate):
+        if not self.uses_tls and (self.ca or self.certificate):
             raise ConfigError(
                 f"expected protocol SSL or SASL_SSL with ca or certificate, got {self.protocol}; change it"
             )
@@ -66,6 +66,15 @@ class KafkaSecurity:
             raise ConfigError(
                 f"expected protocol SASL_SSL or SASL_PLAINTEXT with username, got {self.protocol}; change it"
             )
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.protocol.endswith("SSL")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The PEM files that clients read when they are created."""
+        return tuple(Path(name) for name in (self.ca, self.certificate, self.key) if name)
 
     @property
     def uses_sasl(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import re
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from confluent_kafka import (
@@ -24,7 +26,9 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient
 
 from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
+from roostream.runtime.file_watcher import FileWatcher
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import name_of, partitions_of
 from roostream.runtime.log_rate_limit import LogRateLimit
@@ -52,6 +56,9 @@ _NO_CONNECTION = KafkaError._TRANSPORT, KafkaError._TIMED_OUT, _ALL_BROKERS_DOWN
 _REFUSED = KafkaError._SSL, KafkaError._AUTHENTICATION  # noqa: SLF001
 _RETRY_S = 0.1
 _CREATING_S = 20.0  # a new stack starts Kafka and creates its topics while other programs start
+_WRONG_OPTION = re.compile(r"(ssl\.[a-z.]+) failed: (?:error:\w+:)?(.*)")
+_KEYS = {"ssl.ca.location": "ca", "ssl.certificate.location": "certificate", "ssl.key.location": "key"}
+_EXAMINE_S = 2.0
 _QUIET = {
     "log_level": 2,
     "log.connection.close": False,
@@ -82,32 +89,82 @@ def _fatal_errors() -> Iterator[None]:
 
 
 _log_rate_limit = LogRateLimit()
-_last_errors: dict[str, tuple[float, str]] = {}
-"""Address → when a connection to it failed last, in monotonic seconds, and why."""
+_last_errors: dict[Broker, tuple[float, str]] = {}
+"""Broker → when a connection to it failed last, in monotonic seconds, and why."""
 _REPEATED_S = 30.0  # librdkafka reports an error again after this time, and suppresses it before
 
 
-def _on_error(bootstrap: str, error: KafkaError) -> None:
-    """librdkafka keeps trying after errors of a client. Those of certificates and logins need a person."""
-    log.debug("kafka: %s", error)
-    if error.code() == _ALL_BROKERS_DOWN:
-        return
-    text = error.str()
-    if error.code() in _REFUSED or "SSL routines" in text:
-        text += "; check kafka_security and the certificates"
-        _log_rate_limit.warning(log, bootstrap, "Kafka at %s: %s", bootstrap, text)
-    _last_errors[bootstrap] = time.monotonic(), text
+class _ErrorCallback:
+    """Logs why a client's connections fail. librdkafka keeps trying after errors of a client; those of
+    certificates and logins need a person."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self._watch, self._has_old_files = FileWatcher(*broker.security.files), False
+
+    def __call__(self, error: KafkaError) -> None:
+        log.debug("kafka: %s", error)
+        if error.code() == _ALL_BROKERS_DOWN:
+            return
+        bootstrap, text = self.broker.bootstrap, error.str()
+        if error.code() in _REFUSED or "SSL routines" in text or "SSL handshake failed" in text:
+            self._has_old_files = self._has_old_files or self._watch.changed()
+            if "verify failed" in text:
+                text = _tls_problem(self.broker) or text
+            text += "; check kafka_security and the certificates"
+            if self._has_old_files:
+                text += "; their files have changed since this client began, so restart this program"
+            _log_rate_limit.warning(log, bootstrap, "Kafka at %s: %s", bootstrap, text)
+        _last_errors[self.broker] = time.monotonic(), text
+
+
+_found_problems: dict[Broker, tuple[float, str]] = {}
+"""Broker → when `_tls_problem` examined it last, in monotonic seconds, and what it found."""
+
+
+def _tls_problem(broker: Broker) -> str:
+    """What is wrong with TLS at the first address that answers; "" = nothing was found.
+
+    librdkafka says neither why a certificate is not valid, nor that a listener expects TLS. An address is
+    examined once in _REPEATED_S, with a handshake.
+    """
+    at_s, found = _found_problems.get(broker, (-_REPEATED_S, ""))
+    if time.monotonic() - at_s >= _REPEATED_S:
+        found = next(filter(None, (_examine(address, broker) for address in broker.bootstrap.split(","))), "")
+        _found_problems[broker] = time.monotonic(), found
+    return found
+
+
+def _examine(address: str, broker: Broker) -> str:
+    host, port = parse_address(address.strip())
+    try:
+        context = ssl.create_default_context(cafile=broker.security.ca or None)
+        if not broker.security.uses_tls:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with (
+            socket.create_connection((host.strip("[]"), port), _EXAMINE_S) as connection,
+            context.wrap_socket(connection, server_hostname=host.strip("[]")),
+        ):
+            if broker.security.uses_tls:
+                return ""
+            return f"{address} expects TLS; set protocol of kafka_security to SSL or SASL_SSL"
+    except ssl.SSLCertVerificationError as error:
+        return f"the certificate of {address} is not valid: {error.verify_message}"
+    except OSError:  # ssl.SSLError is one
+        return ""
 
 
 def _reason(client: AdminClient, broker: Broker, error: KafkaException) -> str:
     """Why a call failed. Of a broken connection the call's own error says nothing; librdkafka gives the cause
-    to `_on_error` alone."""
+    to the client's error callback alone."""
     client.poll(0)
     own = error.args[0] if error.args else None
     if own is None or own.code() in _NO_CONNECTION:
-        at_s, cause = _last_errors.get(broker.bootstrap, (0.0, ""))
+        at_s, cause = _last_errors.get(broker, (0.0, ""))
         if cause and time.monotonic() - at_s <= _REPEATED_S:
             return cause
+        if own is not None and own.code() == TRANSPORT and not broker.security.uses_tls:
+            return _tls_problem(broker) or str(own.str())
         return own.str() if own else str(error)
     return str(own.str())
 
@@ -116,7 +173,7 @@ def _common(broker: Broker) -> dict[str, Any]:
     broker.security.check_files()
     return {
         "bootstrap.servers": broker.bootstrap,
-        "error_cb": partial(_on_error, broker.bootstrap),
+        "error_cb": _ErrorCallback(broker),
         **_QUIET,
         **broker.security.librdkafka(),
     }
@@ -128,7 +185,13 @@ def _settings_errors() -> Iterator[None]:
     try:
         yield
     except KafkaException as error:
-        raise ConfigError(f"kafka_security: {error.args[0].str()}; correct these settings or files") from None
+        text = error.args[0].str()
+        if found := _WRONG_OPTION.search(text):
+            key, reason = _KEYS.get(found[1], found[1]), found[2]
+            if reason.endswith("PEM lib"):
+                reason = "not a PEM file, or an encrypted key without its key_password"
+            raise ConfigError(f"kafka_security.{key}: {reason}; correct this setting or its file") from None
+        raise ConfigError(f"kafka_security: {text}; correct these settings or files") from None
 
 
 def producer(broker: Broker, **overrides: Any) -> Producer:

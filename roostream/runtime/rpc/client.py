@@ -4,10 +4,16 @@ several connections.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
+import ssl
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from roostream import errors
 from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
@@ -16,6 +22,44 @@ from roostream.runtime.rpc import frames
 from roostream.runtime.rpc import sockets as connections
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.transport import Answer, Arrays, Header
+
+
+class HostLookup:
+    """Resolves host names within a time limit, which `socket.getaddrinfo` does not have: it runs in a thread
+    that may outlive the call. Thread-safe; concurrent calls for a host share one thread."""
+
+    def __init__(self, getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo) -> None:
+        self._getaddrinfo = getaddrinfo
+        self._running: dict[str, Future[list[str]]] = {}
+        self._lock = threading.Lock()
+
+    def addresses(self, host: str, timeout_s: float) -> list[str]:
+        """The addresses of a host; of an address, itself. Raises OSError."""
+        with contextlib.suppress(ValueError):
+            return [str(ipaddress.ip_address(host))]
+        with self._lock:
+            answer = self._running.get(host)
+            if answer is None:
+                answer = Future()
+                threading.Thread(
+                    target=self._resolve, args=(host, answer), name="lookup", daemon=True
+                ).start()
+                self._running[host] = answer
+        try:
+            return answer.result(max(timeout_s, 0.0))
+        except TimeoutError:
+            raise TimeoutError(f"the name {host} was not resolved in time") from None
+
+    def _resolve(self, host: str, answer: Future[list[str]]) -> None:
+        try:
+            found = self._getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            answer.set_result(list(dict.fromkeys(address[0] for *_, address in found)))
+        except UnicodeError:
+            answer.set_exception(OSError(f"{host!r} is no host name"))
+        except Exception as error:
+            answer.set_exception(error)
+        with self._lock:  # held by the caller until the answer is in the table
+            del self._running[host]
 
 
 class SocketTransport:
@@ -29,6 +73,7 @@ class SocketTransport:
         connect_timeout_s: float = 2.0,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         credentials: LinkCredentials | None = None,
+        lookup: HostLookup | None = None,
     ) -> None:
         self.address, self.connect_timeout_s = address, connect_timeout_s
         self.max_frame_bytes = max_frame_bytes
@@ -36,6 +81,7 @@ class SocketTransport:
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._lookup = lookup or HostLookup()
         self._closed = False
         self.num_connections_opened = 0
 
@@ -51,6 +97,8 @@ class SocketTransport:
         except (OSError, WireError) as error:
             self._drop(connection)
             reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            if isinstance(error, ssl.SSLError):  # with TLS 1.3 a client's handshake ends before the server's
+                reason += "; it may refuse this program's certificate, see its log"
             raise TransportError(f"{method} at {self.address}: {reason}") from None
         if received is None:
             self._drop(connection)
@@ -85,12 +133,13 @@ class SocketTransport:
             self._drop(connection)
 
     def _connect(self, method: str, timeout_s: float) -> socket.socket:
-        limit_s, (host, port) = min(self.connect_timeout_s, timeout_s), parse_address(self.address)
+        deadline = time.monotonic() + min(self.connect_timeout_s, timeout_s)
+        host, port = parse_address(self.address)
         try:
-            connection = socket.create_connection((host.strip("[]"), port), limit_s)
+            connection = self._dial(host.strip("[]"), port, deadline)
             connections.set_options(connection)
             connection = self.credentials.wrap_connected(connection, host)
-            self._authenticate(connection, limit_s)
+            self._authenticate(connection, deadline)
         except OSError as error:
             raise TransportError(
                 f"{method} at {self.address}: can't connect ({error.strerror or error})"
@@ -100,14 +149,29 @@ class SocketTransport:
             self.num_connections_opened += 1
         return connection
 
-    def _authenticate(self, connection: socket.socket, limit_s: float) -> None:
+    def _dial(self, host: str, port: int, deadline: float) -> socket.socket:
+        """A connection to the first address of the host that accepts one; what is left until `deadline` is
+        its time limit. Raises OSError."""
+        refused = OSError(f"the name {host} has no address")
+        for address in self._lookup.addresses(host, deadline - time.monotonic()):
+            try:
+                connection = socket.create_connection(
+                    (address, port), max(deadline - time.monotonic(), 0.001)
+                )
+            except OSError as error:
+                refused = error
+            else:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                return connection
+        raise refused
+
+    def _authenticate(self, connection: socket.socket, deadline: float) -> None:
         """Send the token, if there is one. Raises the error that the peer returns, or OSError; the connection
         is closed then."""
         tokens = self.credentials.tokens
         if not tokens:
             return
         try:
-            deadline = time.monotonic() + limit_s
             greeting = frames.encode(frames.CALL, {"method": frames.GREETING, "header": {"token": tokens[0]}})
             connections.send(connection, greeting, deadline)
             answer = connections.receive(connection, deadline, self.max_frame_bytes)

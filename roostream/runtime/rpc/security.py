@@ -21,6 +21,7 @@ from pathlib import Path
 
 from roostream.errors import reason_of
 from roostream.runtime.file_watcher import FileWatcher
+from roostream.runtime.tls import no_password
 from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.rpc")
@@ -149,7 +150,7 @@ def _context(security: LinkSecurity, protocol: ssl._SSLMethod) -> ssl.SSLContext
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # connections are long-lived, not resumed
     try:
-        context.load_cert_chain(security.certificate, security.key)
+        context.load_cert_chain(security.certificate, security.key, no_password)
     except OSError as error:  # ssl.SSLError is one
         got = f"{security.certificate!r} and {security.key!r}: {error.strerror or error}"
         raise SettingError(

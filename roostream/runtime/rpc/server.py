@@ -15,6 +15,7 @@ import numpy as np
 
 from roostream.errors import RoostreamError, SetupError, UnavailableError, WireError
 from roostream.runtime.address import is_loopback
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.rpc import frames
 from roostream.runtime.rpc import sockets as connections
 from roostream.runtime.rpc.security import LinkCredentials
@@ -65,7 +66,7 @@ class RpcServer:
         self._listener: socket.socket | None = None
         self._connections: dict[socket.socket, _Connection] = {}
         self._lock = threading.Lock()
-        self._stopping = False
+        self._stopping, self._log_rate_limit = False, LogRateLimit()
         self._acceptor: threading.Thread | None = None
 
     def start(self) -> RpcServer:
@@ -195,11 +196,10 @@ class RpcServer:
             while not self._stopping and self._serve_one(connection):
                 pass
         except WireError as error:
-            log.warning("closed the connection from %s: %s", peer, error)
+            self._warn("wire", peer, "closed the connection from %s: %s", peer, error)
         except ssl.SSLError as error:
-            log.warning(
-                "closed the connection from %s: TLS handshake failed (%s)", peer, error.reason or error
-            )
+            text = "closed the connection from %s: TLS handshake failed (%s)"
+            self._warn("tls", peer, text, peer, error.reason or error)
         except TimeoutError:
             log.debug("closed the connection from %s: idle or too slow", peer)
         except OSError as error:
@@ -227,7 +227,7 @@ class RpcServer:
                 raise WireError("undecodable", f"expected a call, got a frame of kind {kind}")
             header = body.get("header", {})
             if body["method"] == frames.GREETING or not client.authenticated:
-                answer = self._authenticate(client, body["method"], header)
+                answer = self._authenticate(client, connection, body["method"], header)
             else:
                 answer = self._answer(body["method"], header, arrays)
             size_s = sum(len(buffer) for buffer in answer) / connections.MIN_BYTES_PER_S
@@ -236,17 +236,24 @@ class RpcServer:
             client.busy, client.has_called, client.idle_since_s = False, True, time.monotonic()
         return client.authenticated
 
-    def _authenticate(self, client: _Connection, method: str, header: Header) -> list[Any]:
+    def _authenticate(
+        self, client: _Connection, connection: socket.socket, method: str, header: Header
+    ) -> list[Any]:
         client.authenticated = method == frames.GREETING and self.credentials.accepts_token(
             header.get("token")
         )
         if client.authenticated:
             return frames.encode(frames.ANSWER, {"header": {}})
-        log.warning("refused a client without a valid token")
+        peer = connection.getpeername()
+        self._warn("token", peer, "refused a client without a valid token, from %s", peer)
         refused = UnavailableError(
             "expected a valid token, got another or none; compare link.token_file of both programs"
         )
         return frames.encode(frames.ERROR, error_body(refused))
+
+    def _warn(self, kind: str, peer: Any, message: str, *values: object) -> None:
+        """Log a line that a client can cause again and again; of each host one a minute."""
+        self._log_rate_limit.warning(log, (kind, peer[0]), message, *values)
 
     def _answer(self, method: str, header: Header, arrays: list[np.ndarray]) -> list[Any]:
         try:

@@ -17,7 +17,7 @@ from roostream.errors import FencedError, SetupError, TransportError, Unavailabl
 from roostream.runtime.rpc import frames
 from roostream.runtime.rpc import server as rpc_server
 from roostream.runtime.rpc import sockets as connections
-from roostream.runtime.rpc.client import SocketTransport, error_of
+from roostream.runtime.rpc.client import HostLookup, SocketTransport, error_of
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Arrays, Header
@@ -260,6 +260,34 @@ def test_an_unreachable_peer_is_reported() -> None:
         port = listener.getsockname()[1]
     with pytest.raises(TransportError, match="can't connect"):
         SocketTransport(f"127.0.0.1:{port}").call("echo", {})
+
+
+def test_the_time_limit_of_a_call_includes_the_lookup_of_its_host(server: RpcServer) -> None:
+    release, num_lookups = threading.Event(), 0
+
+    def getaddrinfo(host: str, port: None, **options: object) -> list[object]:
+        nonlocal num_lookups
+        num_lookups += 1
+        release.wait(30)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    transport = SocketTransport(f"shard-0.shards:{server.port}", lookup=HostLookup(getaddrinfo))
+    try:
+        for _ in range(3):
+            with pytest.raises(TransportError, match=r"shard-0\.shards was not resolved"):
+                transport.call("echo", {}, timeout_s=0.05)
+        assert num_lookups == 1, "calls wait for the lookup that runs"
+        release.set()
+        assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+    finally:
+        release.set()
+        transport.close()
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "two..dots", "x" * 64])
+def test_a_host_without_an_address_is_reported(host: str) -> None:
+    with pytest.raises(TransportError, match="can't connect"):
+        SocketTransport(f"{host}:7000", connect_timeout_s=30.0).call("echo", {})
 
 
 def test_a_server_that_was_restarted_is_dialled_again_without_a_failed_call(peer: EchoHandler) -> None:

@@ -4,6 +4,7 @@ sockets."""
 from __future__ import annotations
 
 import dataclasses
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,10 +156,43 @@ def test_a_renewed_certificate_is_used_without_a_restart(
         assert rank_over_tls(live.url, client_context(old)) == [1], (
             "a key that does not match the certificate is ignored"
         )
-        assert "the old certificate stays in use" in caplog.text
+        assert "stay in use" in caplog.text
         new.issue("serving")
         tls.poll()
         assert rank_over_tls(live.url, client_context(new)) == [1]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_changed_authority_of_clients_applies_without_a_restart(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    server_ca, old, new = (Authority(tmp_path, name) for name in ("ours", "old", "new"))
+    certificate, key = server_ca.issue("serving")
+    tls = TlsContext(TlsFiles(certificate=certificate, key=key, client_ca=str(old.pem), client_required=True))
+    before, after = (client_context(server_ca, *ca.issue(f"of-{ca.name}")) for ca in (old, new))
+    before.minimum_version = before.maximum_version = version
+    with run_live_serving(replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
+
+        def connect(session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+            """Send a request with this session of an earlier connection; return the session of this one."""
+            plain = socket.create_connection(live.address, timeout=30)
+            with before.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection:
+                connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                if not connection.recv(1 << 16).startswith(b"HTTP/1.1 200"):
+                    raise ConnectionError("refused")
+                return connection.session
+
+        assert rank_over_tls(live.url, before) == [1]
+        with pytest.raises(ServingError):
+            rank_over_tls(live.url, after)
+        session = connect()
+        old.pem.write_bytes(new.pem.read_bytes())
+        tls.poll()
+        assert rank_over_tls(live.url, after) == [1]
+        with pytest.raises(ServingError):
+            rank_over_tls(live.url, before)
+        with pytest.raises(OSError):
+            connect(session)
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -212,6 +212,18 @@ def test_a_request_has_one_host(tmp_path: Path, version: str, num_hosts: int, ex
     assert (f"expected one Host header, got {num_hosts}".encode() in answer) == (expected == 400)
 
 
+@pytest.mark.parametrize(
+    "header", ["authorization", "content-encoding", "content-type", "x-deadline-ms", "X-Model-Version"]
+)
+def test_a_header_with_one_meaning_is_given_once(tmp_path: Path, header: str) -> None:
+    """A proxy may read the first one and serving the last one."""
+    lines = ["POST /v1/rank HTTP/1.1", "host: x", f"{header}: a", f"{header}: b", "content-length: 2"]
+    with start_live_serving(tmp_path) as live, live.connect() as connection:
+        connection.sendall("\r\n".join([*lines, "", "{}"]).encode())
+        status, answer = read_answer(connection)
+    assert status == 400 and f"expected one header {header.lower()}".encode() in answer
+
+
 def test_log_lines_that_a_client_can_cause_appear_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
