@@ -83,6 +83,14 @@ def test_the_messages_page_contains_the_protobuf_file() -> None:
     assert "message Impression {" in messages_page()
 
 
+def test_the_messages_page_says_what_readers_in_other_languages_need() -> None:
+    page = messages_page()
+    for kind, name in ((1, "Impression"), (4, "Sample (a correction)"), (8, "RowDelta"), (10, "Prediction")):
+        assert f"| {kind} | {name} |" in page
+    for name in ("key_bytes", "sample_id", "bucket_of"):
+        assert f"- `{name}`: " in page
+
+
 def test_the_http_page_has_every_route_with_its_examples_fields_and_errors() -> None:
     document = application_document()
     text = http_page(document)
