@@ -192,7 +192,9 @@ def for_generators(schema: Any) -> Any:
     if "anyOf" in schema:
         kinds = schema.pop("anyOf")
         others = [kind for kind in kinds if kind != _NULL]
-        if len(others) > 1:
+        if all(kind.keys() == {"type"} for kind in kinds):
+            schema["type"] = [kind["type"] for kind in kinds]  # in Go, null would be one of each kind
+        elif len(others) > 1:
             schema["oneOf"] = others if has_default else kinds
         else:
             schema = {**others[0], **schema}

@@ -120,6 +120,8 @@ def test_generators_of_typed_clients_get_optional_fields_and_64_bit_integers(tmp
     assert components["Engagement"]["properties"]["time_ms"]["type"] == ["integer", "null"]
     assert {"type": "null"} not in components["CandidateRow"]["properties"]["topics"]["oneOf"]
     assert "100 if left out" in components["RetrieveRequest"]["properties"]["k"]["description"]
+    explained = components["FeatureEffect"]["properties"]["values"]["items"]
+    assert explained == {"type": ["number", "string", "null"]}, "in Go, a null is one of each type of a oneOf"
     found = components["FoundItem"]["properties"]["item_id"]
     assert found == components["RankRequest"]["properties"]["user_id"] == {"$ref": "#/components/schemas/Id"}
 
