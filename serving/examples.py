@@ -7,7 +7,7 @@ from typing import Any
 from roostream.online.counters import sources_of
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
-from serving.page.explanation import ExplainAnswer, ExplainedCandidate, FeatureEffect
+from serving.page.explanation import ExplainAnswer, ExplainedCandidate, FeatureEffect, RowCount
 from serving.types import (
     About,
     EngagementsAnswer,
@@ -84,7 +84,7 @@ def recommended_example(schema: Schema) -> RecommendAnswer[dict[str, float]]:
 
 def explained_example(schema: Schema) -> ExplainAnswer:
     """A possible explanation of two candidates, with one feature."""
-    feature = next((f for f in schema.nro if f.kind == "float"), (*schema.nro, *schema.ro)[0])
+    feature = next((f for f in schema.nro if f.kind != "float"), (*schema.nro, *schema.ro)[0])
     return ExplainAnswer(
         request_id="r-1",
         model_version="1-27",
@@ -100,8 +100,8 @@ def explained_example(schema: Schema) -> ExplainAnswer:
                 name=feature.name,
                 side="nro" if feature in schema.nro else "ro",
                 kind=feature.kind,
-                values=[2.5, 4.0],
-                rows=[],
+                values=["3", "5"],
+                rows=[RowCount(1, 1), RowCount(1, 0)],
                 changes=[dict.fromkeys(schema.tasks, change) for change in (0.01, -0.02)],
             )
         ],

@@ -43,7 +43,7 @@ Id = Annotated[PlainId, described(ID_TEXT)]
 VersionName = Annotated[
     str, limits("empty = the newest; 404 if it is not loaded", pattern=r"^(\d{1,20}-\d{1,20})?$")
 ]
-Index = Annotated[int, limits(minimum=0)]
+Index = Annotated[int, limits(minimum=0, maximum=(1 << 31) - 1)]
 
 
 class UserFields(msgspec.Struct, kw_only=True, **FORBID):
@@ -209,7 +209,7 @@ class Readiness(msgspec.Struct):
 class Alive(msgspec.Struct):
     """The process is up."""
 
-    status: str = "ok"
+    status: str
 
 
 class About(msgspec.Struct):

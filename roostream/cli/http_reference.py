@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from infra.options import ROOT
@@ -24,7 +23,6 @@ from serving.config import ServingConfig
 from serving.errors import CODES, OTHER_CODES, RequestError
 from serving.http.app import HttpInterface
 from serving.rank_json import MAX_FLOAT
-from serving.types import ID_TEXT, PlainId
 
 _PAGE = """\
 # HTTP
@@ -47,10 +45,9 @@ Every error is JSON of the type [Error](#error). Nothing was logged, unless the 
 lists the statuses that it can answer with; any path can also answer 404 `not_found` and 405
 `method_not_allowed`."""
 _SHOP = ROOT / "examples" / "shop" / "shop.toml"
-_ID = msgspec.json.schema(PlainId)["anyOf"]
 _REF = "#/components/schemas/"
 _EXAMPLE = RequestError(400, "expected a number, got a string", "$.candidates[0].price")
-_FIELDS = "| field | type | limits | default | meaning |\n|---|---|---|---|---|"
+_FIELDS = "| field | type | limits | required | meaning |\n|---|---|---|---|---|"
 
 
 def http_page(document: dict[str, Any]) -> str:
@@ -76,6 +73,8 @@ def http_page(document: dict[str, Any]) -> str:
     ]
     parts.append("## Types")
     for name, component in components.items():
+        if "properties" not in component:
+            continue
         parts += [f"### {name}", component.get("description", ""), _fields(component)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -155,26 +154,20 @@ def _fields(component: dict[str, Any]) -> str:
     required = component.get("required", ())
     lines = [_FIELDS]
     for name, schema in component.get("properties", {}).items():
-        default = "**required**" if name in required else _default(schema)
-        cells = (f"`{name}`", _type(schema), _limits(schema), default, _meaning(schema))
+        cells = (f"`{name}`", _type(schema), _limits(schema), "yes" * (name in required), _meaning(schema))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _default(schema: dict[str, Any]) -> str:
-    value = schema.get("default")
-    return "" if value in (None, "", [], {}) else f"`{json.dumps(value)}`"
 
 
 def _type(schema: dict[str, Any]) -> str:
     """The type in words, with links to the types that have fields of their own."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_REF)
-        return f"[{name}](#{name.lower()})"
-    if schema.get("anyOf") == _ID:
-        return "id"
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+        return "id" if name == "Id" else f"[{name}](#{name.lower()})"
+    if "oneOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["oneOf"])))
+    if isinstance(schema.get("type"), list):
+        return " or ".join(_type({**schema, "type": kind}) for kind in schema["type"])
     if schema.get("type") == "array":
         inner = _type(schema.get("items", {}))
         return f"list of ({inner})" if " or " in inner else f"list of {inner}"
@@ -190,8 +183,6 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _limits(schema: dict[str, Any]) -> str:
     """The limits of a value and of what is in it."""
-    if schema.get("anyOf") == _ID:
-        return ""
     if schema.get("maximum") == MAX_FLOAT:
         return "float32"
     out = []
@@ -217,7 +208,7 @@ def _limits(schema: dict[str, Any]) -> str:
 
 def _inner(schema: dict[str, Any]) -> list[dict[str, Any]]:
     """The alternatives of a value, and the type of a list's entries."""
-    return [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])]
+    return [*schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
 
 
 def _number(value: float) -> str:
@@ -232,8 +223,6 @@ def _number(value: float) -> str:
 
 def _meaning(schema: dict[str, Any]) -> str:
     """The description of a field, or of what is in it."""
-    if schema.get("description") == ID_TEXT:
-        return ""
     texts = (schema.get("description", ""), *map(_meaning, _inner(schema)))
     return _cell("; ".join(dict.fromkeys(text for text in texts if text)))
 

@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import inspect
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import click
 from infra.options import ROOT, StackOptions
 from infra.program_specs import PROGRAM_SPECS
 from roostream.runtime.deployment import Deployment
-from roostream.schema import schema
+from roostream.schema import ids, schema
 from roostream.schema import update_rules as rules
 from roostream.schema.counter_declaration import CounterDeclaration
 from roostream.schema.settings import range_text, type_text
+from roostream.wire import records
 
 _SETTINGS = """\
 # Settings
@@ -48,7 +49,16 @@ _MESSAGES = """\
 # Messages
 
 Records in Kafka and the binary form of requests are protobuf messages of this file
-(`roostream/wire/roo.proto`), each with two bytes for type and version before it."""
+(`roostream/wire/roo.proto`)."""
+_TYPES = """\
+## Types
+
+The first byte of a record in Kafka is its type, the second its version. Requests and answers of serving have
+neither."""
+_IDS = """\
+## Ids and keys
+
+An id is 64 bits. Every hash is xxh3-64 with seed 0."""
 _UNITS: dict[str, tuple[tuple[int, str], ...]] = {
     "_ms": ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))
 }
@@ -145,9 +155,22 @@ def _texts(nodes: list[ast.expr]) -> tuple[str, ...]:
 
 
 def messages_page() -> str:
-    """The protobuf file."""
+    """The protobuf file, the type bytes of records, and what ids and keys are computed from."""
     proto = (ROOT / "roostream" / "wire" / "roo.proto").read_text(encoding="utf-8")
-    return f"{_MESSAGES}\n\n```protobuf\n{proto.strip()}\n```\n"
+    types = ["| type | message | versions |", "|---|---|---|"]
+    for kind, message in records.TYPES.items():
+        name = message.DESCRIPTOR.name + " (a correction)" * (kind == records.CORRECTION)
+        versions = "1, or 2 with a checksum" if kind in records.CHECKED else "1"
+        types.append(f"| {kind} | {name} | {versions} |")
+    functions = (ids.item_id, ids.hash64, ids.key_bytes, ids.sample_id, ids.table_id, ids.bucket_of)
+    lines = [f"- `{function.__name__}`: {_summary(function)}" for function in functions]
+    parts = (_MESSAGES, _TYPES, "\n".join(types), _IDS, "\n".join(lines), "## The file")
+    return "\n\n".join((*parts, f"```protobuf\n{proto.strip()}\n```\n"))
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    """The first paragraph of a docstring."""
+    return " ".join((function.__doc__ or "").partition("\n\n")[0].split())
 
 
 def keys(settings: type[Any], stem: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Mapping
 
@@ -168,9 +169,23 @@ def _charset(parameters: str) -> str:
     return _CHARSETS[0]
 
 
-def wants_protobuf(scope: Scope) -> bool:
-    """Whether the client accepts protobuf; all others get JSON."""
-    return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
+def prefers(scope: Scope, media: str) -> bool:
+    """Whether the client accepts `media` rather than JSON: with a greater `q`, or named first. Ranges such as
+    `*/*` stand for JSON."""
+    stated = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    accepted = stated.decode("latin-1").lower()
+    preferred, best = JSON, 0.0
+    for part in accepted.split(",") if media in accepted else ():
+        kind, *parameters = (text.strip() for text in part.split(";"))
+        if kind in (media, JSON) and (quality := _quality(parameters)) > best:
+            preferred, best = kind, quality
+    return preferred == media
+
+
+def _quality(parameters: list[str]) -> float:
+    """Return the `q` of a media type, at most 1 (RFC 9110, section 12.4.2), 1 if it is absent or invalid."""
+    stated = next((text[2:] for text in parameters if text.startswith("q=")), "")
+    return float(stated) if re.fullmatch(r"0(\.\d{0,3})?", stated) else 1.0
 
 
 def json_response(answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

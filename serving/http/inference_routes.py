@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from serving.answer import Scores, shortest
 from serving.errors import RequestError, shown
+from serving.http.admission import RETRY_AFTER_S
 from serving.http.body import JSON, json_response, request_media_type
 from serving.http.middleware import UNTIL_S
 from serving.http.routes import Traffic, apply_version_header
@@ -106,7 +107,8 @@ def add_inference_routes(app: FastAPI, traffic: Traffic) -> None:
 
     def readiness(about: dict[str, Any]) -> Response:
         is_ready = not context.waiting_for()
-        return json_response({**about, "ready": is_ready}, 200 if is_ready else 503)
+        headers = {} if is_ready else {"retry-after": str(RETRY_AFTER_S)}
+        return json_response({**about, "ready": is_ready}, 200 if is_ready else 503, headers)
 
     pages = {"/v2": server, "/v2/health/live": live, "/v2/health/ready": ready}
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):

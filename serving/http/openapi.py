@@ -15,12 +15,13 @@ import msgspec
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
+from roostream.schema.ids import MASK64
 from roostream.schema.schema import Schema
 from serving.errors import CODES, OTHER_CODES
 from serving.http.body import JSON
 from serving.http.middleware import DEADLINE
 from serving.http.tracing import DOCUMENTED
-from serving.types import Error, limits
+from serving.types import ID_TEXT, Error, PlainId, limits
 
 BINARY = {"type": "string", "format": "binary"}
 VERSION_HEADER = "x-model-version"
@@ -63,7 +64,7 @@ class TypeComponents:
     """The msgspec types that routes use, as components of the document."""
 
     def __init__(self, schema: Schema) -> None:
-        self.schemas: dict[str, Any] = {}
+        self.schemas: dict[str, Any] = {"Id": {"title": "Id", "description": ID_TEXT, **_ID}}
         names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
         score = Annotated[float, limits(minimum=0, maximum=1)]
         # The scores of a candidate, by task.
@@ -94,11 +95,16 @@ class TypeComponents:
         }
 
     def probe(
-        self, operation: str, summary: str, answer: dict[str, Any], unavailable: Sequence[Any] = (Error,)
+        self,
+        operation: str,
+        summary: str,
+        answer: dict[str, Any],
+        unavailable: Sequence[Any] = (Error,),
+        refusals: Sequence[int] = (),
     ) -> dict[str, Any]:
         """Arguments of the decorator of a route for operators. `answer` is by media type; `unavailable` are
-        the types of an answer 503."""
-        errors = self._errors(431, 500, 503)
+        the types of an answer 503; `refusals` are the status codes for a missing key."""
+        errors = self._errors(*refusals, 431, 500, 503)
         errors[503]["content"] = self.json(*unavailable)
         return {
             "operation_id": operation,
@@ -112,7 +118,7 @@ class TypeComponents:
         """The content of a JSON body or answer of one of these types."""
         schemas = [self.schema_of(kind) for kind in kinds]
         shown = {} if example is None else {"example": msgspec.to_builtins(example)}
-        return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, **shown}}
+        return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}, **shown}}
 
     def scored(self, kind: Any) -> Any:
         """A generic type with the scores of this schema."""
@@ -130,8 +136,8 @@ class TypeComponents:
             component["title"] = name
             if "properties" in component:
                 component["additionalProperties"] = False
-            self.schemas[name] = component
-        schema: dict[str, Any] = renamed["schema"]
+            self.schemas[name] = for_generators(component)
+        schema: dict[str, Any] = for_generators(renamed["schema"])
         return schema
 
     def _errors(self, *statuses: int) -> dict[int | str, Any]:
@@ -159,6 +165,47 @@ class TypeComponents:
         document["servers"] = [{"url": "."}]  # where the document is, also behind a proxy with a prefix
         document["security"] = [{}, {"bearer": []}]
         return document
+
+
+def for_generators(schema: Any) -> Any:
+    """Rewrite a JSON Schema of msgspec for generators of typed clients.
+
+    - Java and Go use 32 bits for an `integer` without a format.
+    - `oneOf` makes Java distinguish the id `"123"` from `123`; `anyOf` converts one to the other.
+    - A field with a `default` becomes a required one in TypeScript, and the default of a union does not
+      compile in Go. Such a field may be left out, so that a union need not allow null, which does not compile
+      in Java.
+    """
+    if isinstance(schema, list):
+        return [for_generators(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: for_generators(value) for key, value in schema.items()}
+    if not {"type", "anyOf", "$ref"} & schema.keys():
+        return schema  # a map of names to schemas
+    has_default, default = "default" in schema, schema.pop("default", None)
+    if default:
+        schema["description"] = f"{schema['description']}; {json.dumps(default)} if left out"
+    least, most = schema.get("minimum", -(1 << 63)), schema.get("maximum", MASK64)
+    if schema.get("type") == "integer" and (least < -(1 << 31) or most >= 1 << 31):
+        schema["format"] = "int64"
+    if "anyOf" in schema:
+        kinds = schema.pop("anyOf")
+        others = [kind for kind in kinds if kind != _NULL]
+        if all(kind.keys() == {"type"} for kind in kinds):
+            schema["type"] = [kind["type"] for kind in kinds]  # in Go, null would be one of each kind
+        elif len(others) > 1:
+            schema["oneOf"] = others if has_default else kinds
+        else:
+            schema = {**others[0], **schema}
+            if "type" in schema:
+                schema["type"] = [schema["type"], "null"]
+    return {"$ref": _REF.format(name="Id")} if schema.get("oneOf") == _ID["oneOf"] else schema
+
+
+_NULL = {"type": "null"}
+_ID: dict[str, Any] = {"oneOf": []}
+_ID = for_generators(msgspec.json.schema(PlainId))
 
 
 def query_parameters(kind: type[msgspec.Struct]) -> list[dict[str, Any]]:

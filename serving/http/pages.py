@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -17,7 +17,7 @@ from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.metrics_server import PAGE_HEADERS
 from serving import examples
 from serving.context import ServingContext
-from serving.http.body import JSON, json_response
+from serving.http.body import JSON, json_response, prefers
 from serving.http.openapi import TypeComponents
 from serving.page import front_page
 from serving.page.live import LivePage
@@ -68,7 +68,7 @@ def add_pages(app: FastAPI, context: ServingContext, types: TypeComponents) -> N
         )
 
     async def healthz(request: Request) -> Response:
-        return json_response(Alive())
+        return json_response(Alive("ok"))
 
     async def readyz(request: Request) -> Response:
         now, waiting_for = about(), context.waiting_for()
@@ -82,17 +82,24 @@ def add_pages(app: FastAPI, context: ServingContext, types: TypeComponents) -> N
         return page_file("/") if wants_page(request.scope) else json_response(about())
 
     def probe(
-        path: str, endpoint: Endpoint, operation: str, summary: str, answer: dict[str, Any], *unavailable: Any
+        path: str,
+        endpoint: Endpoint,
+        operation: str,
+        summary: str,
+        answer: dict[str, Any],
+        unavailable: Sequence[Any] = (Error,),
+        refusals: Sequence[int] = (),
     ) -> None:
-        app.get(path, **types.probe(operation, summary, answer, unavailable or (Error,)))(endpoint)
+        app.get(path, **types.probe(operation, summary, answer, unavailable, refusals))(endpoint)
         app.add_route(path, endpoint, methods=["HEAD"])
 
-    probe("/healthz", healthz, "alive", "The process is up", types.json(Alive, example=Alive()))
+    probe("/healthz", healthz, "alive", "The process is up", types.json(Alive, example=Alive("ok")))
     readiness = types.json(Readiness, example=examples.READY)
     summary = "Whether answers are complete; 503 with the same fields while they are not"
-    probe("/readyz", readyz, "ready", summary, readiness, Readiness, Error)
+    probe("/readyz", readyz, "ready", summary, readiness, (Readiness, Error))
     text = {"schema": {"type": "string"}}
-    probe("/metrics", metrics, "metrics", "Prometheus metrics", {"text/plain": text})
+    content = {"text/plain": text}
+    probe("/metrics", metrics, "metrics", "Prometheus metrics", content, refusals=(401, 403))
     summary = "Which process this is; an HTML page for browsers"
     probe(
         "/",
@@ -100,6 +107,7 @@ def add_pages(app: FastAPI, context: ServingContext, types: TypeComponents) -> N
         "about",
         summary,
         {**types.json(About, example=examples.about_example(context.schema, links)), "text/html": text},
+        refusals=(401,),
     )
 
     async def page(request: Request) -> Response:
@@ -161,7 +169,7 @@ def _asset(name: str) -> bytes:
 
 def wants_page(scope: Scope) -> bool:
     """Whether the client is a browser."""
-    return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
+    return prefers(scope, "text/html")
 
 
 def page_file(path: str) -> Response:

@@ -32,9 +32,9 @@ from serving.http.body import (
     ClientGoneError,
     error_response,
     json_response,
+    prefers,
     request_media_type,
     stopping_error,
-    wants_protobuf,
 )
 from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
 from serving.http.middleware import UNTIL_S, parse_positive
@@ -198,7 +198,7 @@ def add_rank_route(traffic: Traffic) -> None:
         parse_s.observe(time.perf_counter() - begin_s)
         apply_version_header(scope, parsed)
         answer = await ranking.rank(parsed, len(body), scope[UNTIL_S])
-        if wants_protobuf(scope):
+        if prefers(scope, PROTOBUF):
             return Response(encode_protobuf(answer, options.top), media_type=PROTOBUF)
         if options.top:
             return json_response(top_answer(answer, parsed.client_item_ids, options.top))

@@ -25,11 +25,13 @@ from roostream.schema.ids import unsigned
 from roostream.schema.schema import Feature
 from roostream.wire.block import Side, decode_block, nro_columns, ro_columns
 from roostream.wire.lookup import build_lookup, sources_of
+from serving.answer import shortest
 from serving.ordering import best_order
 from serving.rank import RankService
 from serving.request import RankRequest
 from serving.request_batch import RequestColumns, build_batch
 from serving.scorer import RowReader, Version, probabilities
+from serving.types import Index, PlainId
 
 
 class RowCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +63,7 @@ class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ExplainedCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A candidate of the explanation, which lists them in the order of the request."""
 
-    item_id: int | str
+    item_id: PlainId
     scores: dict[str, float]
 
 
@@ -72,7 +74,7 @@ class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_version: str
     degraded: bool
     tasks: list[str]
-    order: list[int]
+    order: list[Index]
     candidates: list[ExplainedCandidate]
     features: list[FeatureEffect]
     left_out: Annotated[int, Meta(description="features that were not removed because there are too many")]
@@ -140,7 +142,7 @@ class Explainer:
     def build_answer(self, explanation: Explanation) -> ExplainAnswer:
         """Step 3: the answer of all passes."""
         request, tasks = explanation.request, self.schema.tasks
-        scores = [dict(zip(tasks, row, strict=True)) for row in explanation.scores_nT.tolist()]
+        scores = [dict(zip(tasks, row, strict=True)) for row in shortest(explanation.scores_nT).tolist()]
         return ExplainAnswer(
             request_id=request.request_id,
             model_version=explanation.version.name,

@@ -39,6 +39,8 @@ def test_the_root_describes_the_service_as_json_and_as_html(client: Client) -> N
     assert set(description["links"].values()) == set(LINKS.values())
     page = http.get("/", headers={"accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html") and 'href="docs"' in page.text
+    generated_client = http.get("/", headers={"accept": "application/json, text/html"})
+    assert generated_client.json()["links"] == description["links"]
 
 
 def test_the_root_links_to_the_controller_page_if_configured(client: Client) -> None:

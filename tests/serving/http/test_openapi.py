@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from fastapi import FastAPI
@@ -25,7 +26,7 @@ from tests.serving.admin_cases import TOKEN, make_admin_app, run_admin_server
 from tests.serving.document_cases import NUM_CASES, answers_conform
 from tests.serving.live_serving import LiveServing, run_live_serving
 from tests.serving.retrieval_cases import make_retrieval
-from tests.serving.serving_cases import BODY, SCHEMA, build_serving
+from tests.serving.serving_cases import BODY, SCHEMA, InProcessServing, build_serving
 from tests.serving.serving_fakes import FakeRows
 from tests.serving.undocumented_routes import admin_document, inference_document, page_document
 
@@ -101,6 +102,62 @@ def test_the_document_is_valid_openapi(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="responses"):
         schemathesis.openapi.from_dict(broken).validate()
     retrieval.serving.close()
+
+
+def test_generators_of_typed_clients_get_optional_fields_and_64_bit_integers(tmp_path: Path) -> None:
+    """Java and Go read an `integer` without a format as 32 bits, and do not compile the default of a union or
+    a null among several types. TypeScript requires fields with a default."""
+    retrieval = make_retrieval(tmp_path, FakeRows(SCHEMA))
+    components = retrieval.app.openapi()["components"]["schemas"]
+    retrieval.serving.close()
+    schemas = list(inner_schemas(components))
+    assert not [schema for schema in schemas if "default" in schema or "anyOf" in schema]
+    integers = [schema for schema in schemas if "integer" in type_names(schema)]
+    for schema in integers:
+        least, most = schema.get("minimum", -(1 << 63)), schema.get("maximum", 1 << 63)
+        is_small = least >= -(1 << 31) and most < 1 << 31
+        assert is_small != (schema.get("format") == "int64"), schema
+    assert components["Engagement"]["properties"]["time_ms"]["type"] == ["integer", "null"]
+    assert {"type": "null"} not in components["CandidateRow"]["properties"]["topics"]["oneOf"]
+    assert "100 if left out" in components["RetrieveRequest"]["properties"]["k"]["description"]
+    explained = components["FeatureEffect"]["properties"]["values"]["items"]
+    assert explained == {"type": ["number", "string", "null"]}, "in Go, a null is one of each type of a oneOf"
+    found = components["FoundItem"]["properties"]["item_id"]
+    assert found == components["RankRequest"]["properties"]["user_id"] == {"$ref": "#/components/schemas/Id"}
+
+
+def inner_schemas(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield every schema of a document, or of a part of it."""
+    if isinstance(part, dict):
+        yield part
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from inner_schemas(inner)
+
+
+def type_names(schema: dict[str, Any]) -> list[Any]:
+    kind = schema.get("type", [])
+    return kind if isinstance(kind, list) else [kind]
+
+
+def test_the_examples_fit_their_schemas(tmp_path: Path) -> None:
+    retrieval = make_retrieval(tmp_path, FakeRows(SCHEMA))
+    document = retrieval.app.openapi()
+    retrieval.serving.close()
+    contents = [part for part in inner_schemas(document["paths"]) if "example" in part]
+    assert len(contents) >= 13
+    for content in contents:
+        schema = {**content["schema"], "components": document["components"]}
+        validator = jsonschema_rs.validator_for(schema)
+        validator.validate(content["example"])
+        assert not validator.is_valid([{"no": "example"}])
+
+
+@pytest.mark.parametrize(("path", "statuses"), [("/metrics", {401, 403}), ("/", {401})])
+def test_pages_for_operators_document_the_answers_to_a_missing_key(
+    shared_serving: InProcessServing, path: str, statuses: set[int]
+) -> None:
+    operation = HttpInterface(shared_serving.context).openapi()["paths"][path]["get"]
+    assert {str(status) for status in statuses} == {"401", "403"} & set(operation["responses"])
 
 
 @pytest.fixture

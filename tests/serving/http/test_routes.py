@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import pytest
 
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -85,6 +86,29 @@ def test_compressed_and_binary_bodies_give_equal_answers(client: Client) -> None
         url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
     ).is_success
     assert not wire.decode(serving.records()[-1].value)[1].HasField("ro")
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_protobuf"),
+    [
+        ("application/x-protobuf", True),
+        ("APPLICATION/X-Protobuf; messageType=roo.RankAnswer, */*", True),
+        ("application/json;q=0.9, application/x-protobuf", True),
+        ("application/x-protobuf, application/json", True),  # named first
+        ("application/json, application/x-protobuf", False),  # as clients generated for Java send it
+        ("application/json, application/x-protobuf;q=0.9", False),
+        ("application/x-protobuf;q=0, */*", False),
+        ("*/*", False),
+        ("", False),
+    ],
+)
+def test_a_rank_is_answered_in_the_media_type_that_the_client_prefers(
+    client: Client, accept: str, is_protobuf: bool
+) -> None:
+    http, _ = client()
+    answer = http.post("/v1/rank", json=BODY, headers={"accept": accept})
+    assert answer.status_code == 200
+    assert (answer.headers["content-type"] == "application/x-protobuf") == is_protobuf
 
 
 def test_a_client_that_accepts_protobuf_gets_protobuf(client: Client) -> None:

@@ -317,7 +317,9 @@ def test_health_and_metadata(http: TestClient, serving: InProcessServing) -> Non
         assert [o["name"] for o in spec["outputs"]] == ["click", "dwell", "order"]
         assert http.get(f"{path}/ready").json() == {"name": "default", "ready": True}
     serving.waiting_for.append("rows")
-    assert http.get("/v2/health/ready").status_code == http.get("/v2/models/default/ready").status_code == 503
+    for path in ("/v2/health/ready", "/v2/models/default/ready"):
+        waiting = http.get(path)
+        assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "1")
     assert http.get("/v2/health/live").status_code == http.head("/v2").status_code == 200
 
 

@@ -46,6 +46,9 @@ def test_explain_gives_the_scores_and_order_of_rank_and_logs_nothing(serving: In
     assert [c["item_id"] for c in result["candidates"]] == [8, "nine", 10]
     for one, scores in zip(result["candidates"], rank["scores"], strict=True):
         assert one["scores"] == pytest.approx(scores, abs=1e-6)
+        assert all(score == float(str(np.float32(score))) for score in one["scores"].values()), (
+            "decimals as short as those of rank"
+        )
 
 
 def test_a_contribution_is_the_score_change_without_the_feature(serving: InProcessServing) -> None:
