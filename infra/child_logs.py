@@ -18,12 +18,13 @@ from pathlib import Path
 def rotate(path: Path, max_bytes: int) -> bool:
     """Move the content of `path` to `path.1` if the file is larger than `max_bytes`; returns whether it was.
 
-    **If the copy fails** (disk full), the file is truncated without a copy, which frees disk space.
+    **If the copy fails** (disk full), the file is truncated without a copy, which frees disk space. A file
+    that cannot be read or truncated stays as it is.
     """
     try:
         if path.stat().st_size <= max_bytes:
             return False
-    except FileNotFoundError:
+    except OSError:
         return False
     older = path.with_name(f"{path.name}.1")
     try:
@@ -31,7 +32,10 @@ def rotate(path: Path, max_bytes: int) -> bool:
     except OSError:
         with contextlib.suppress(OSError):
             older.unlink(missing_ok=True)
-    os.truncate(path, 0)
+    try:
+        os.truncate(path, 0)
+    except OSError:
+        return False
     return True
 
 

@@ -8,6 +8,7 @@ program that is being restarted.
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import random
 import socket
 import urllib.request
@@ -150,5 +151,5 @@ def responds_ok(url: str, timeout_s: float = 1.0) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return 200 <= answer.status < 300
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -25,7 +25,8 @@ from typing import Any, Literal
 
 from infra import child_logs
 from infra.child import Child, Program, start_child
-from roostream.errors import RoostreamError, UnavailableError
+from roostream.errors import RoostreamError, UnavailableError, describe_error
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.program import HELD_CODE
 
 log = logging.getLogger("roostream.stack")
@@ -99,6 +100,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._next_rotation_s = 0.0
         self._is_unreported = False  # `changed` failed
+        self._log_rate_limit = LogRateLimit()
 
     def open(self) -> Supervisor:
         self._thread.start()
@@ -191,7 +193,12 @@ class Supervisor:
 
     def _tick(self, now_s: float) -> None:
         for slot in list(self.slots.values()):
-            self._advance(slot, now_s)
+            try:
+                self._advance(slot, now_s)
+            except Exception as error:  # all children end with this thread (die_with_parent.py)
+                text = "%s cannot be watched now (this is a defect of Roostream): %s"
+                name = slot.program.name
+                self._log_rate_limit.warning(log, name, text, name, describe_error(error))
         if now_s >= self._next_rotation_s:
             self._next_rotation_s = now_s + _ROTATE_EVERY_S
             for slot in self.slots.values():

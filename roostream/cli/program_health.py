@@ -3,6 +3,8 @@ controller's status."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -44,12 +46,11 @@ def reason(entry: Mapping[str, Any]) -> str:
 
 def readiness_error(url: str) -> str:
     """The text of a readiness probe that fails; "" if the program is ready or does not answer."""
-    try:
-        urllib.request.urlopen(url, timeout=_TIMEOUT_S).close()
-    except urllib.error.HTTPError as error:
-        return error.read(_MAX_BYTES).decode("utf-8", "replace").strip()
-    except (OSError, ValueError):
-        return ""
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        try:
+            urllib.request.urlopen(url, timeout=_TIMEOUT_S).close()
+        except urllib.error.HTTPError as error:
+            return error.read(_MAX_BYTES).decode("utf-8", "replace").strip()
     return ""
 
 

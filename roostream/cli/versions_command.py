@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import ssl
 import time
@@ -133,7 +134,7 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(_refusal(error)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UnavailableError(
             f"no answer from the admin interface at {request.host} ({reason_of(error)}); check "
             "admin_listen, and --ca for TLS"

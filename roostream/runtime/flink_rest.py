@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import re
 import time
@@ -206,6 +207,6 @@ class FlinkRest:
             if error.code == 404:
                 return None
             raise UnavailableError(f"Flink at {self.url} answered {error.code} for {path}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise UnavailableError(f"Flink at {self.url}: {getattr(error, 'reason', error)}") from None
         return found if isinstance(found, dict) else {"list": found}

@@ -24,6 +24,7 @@ from roostream.cli.program_health import unhealthy_controller, unhealthy_program
 from roostream.runtime import scrape
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics
+from tests.runtime.raw_server import NOT_HTTP, raw_server
 from trainer.control import scrape_targets
 from trainer.control.holds import ratios
 
@@ -367,3 +368,15 @@ def test_readers_are_shown_while_there_are_any() -> None:
         "a:1/x: splits 3, 5; 2,048 requests read, last report 250 ms ago",
         "b:1/y: no lease; – requests read, last report 1.0 s ago",
     ]
+
+
+@pytest.mark.parametrize("answer", [NOT_HTTP, b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\nwaits"])
+def test_a_readiness_probe_that_breaks_off_gives_no_reason(answer: bytes, tmp_path: Path) -> None:
+    with raw_server(answer) as url:
+        program = {
+            "state": "starting",
+            "restarts": 0,
+            "metrics": f"{url}/metrics",
+            "log": str(tmp_path / "a"),
+        }
+        assert unhealthy_programs({"a": program})["a"].startswith("starting")

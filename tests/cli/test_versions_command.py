@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
+from tests.runtime.raw_server import NOT_HTTP, raw_server
 
 TOKEN = "0123456789abcdef"
 VERSIONS = {
@@ -148,6 +149,14 @@ def test_an_unreachable_process_and_a_missing_token_are_reported(token: Path, tm
         versions("127.0.0.1:1", tmp_path / "absent", "list")
     with pytest.raises(ConfigError, match="expected an address like"):
         versions("nowhere", token, "list")
+
+
+def test_another_server_at_the_address_is_reported(token: Path) -> None:
+    with (
+        raw_server(NOT_HTTP) as url,
+        pytest.raises(UnavailableError, match="no answer from the admin interface"),
+    ):
+        versions(url.removeprefix("http://"), token, "list")
 
 
 def test_an_answer_that_is_not_json_is_refused(admin: FakeAdminServer, token: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from infra import ports
 from infra.ports import HOST, Ports
 from roostream.errors import SetupError
+from tests.runtime.raw_server import NOT_HTTP, raw_server
 
 
 @pytest.fixture
@@ -60,3 +61,9 @@ def test_a_url_responds_only_with_success() -> None:
         server.shutdown()
         thread.join()
     assert not ports.responds_ok(f"{url}/good", timeout_s=0.2)
+
+
+@pytest.mark.parametrize("answer", [NOT_HTTP, b""])
+def test_a_url_of_something_else_does_not_respond(answer: bytes) -> None:
+    with raw_server(answer) as url:
+        assert not ports.responds_ok(url)

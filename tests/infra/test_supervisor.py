@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from infra import child_logs
 from infra.child import Program, StopRank
-from infra.supervisor import RestartPolicy, Supervisor
+from infra.supervisor import _PROBE_EVERY_S, RestartPolicy, Supervisor
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
 
@@ -173,6 +174,43 @@ def test_on_ready_is_retried_until_it_succeeds(harness: SupervisorHarness) -> No
     harness.start(harness.program("a", SLEEP, on_ready=fail_once))
     harness.wait_state("a", "ready")
     assert len(tries) == 2
+
+
+def test_a_probe_with_a_defect_ends_no_program(
+    harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel ends all programs with the supervisor's thread (die_with_parent.py)."""
+
+    def defect() -> bool:
+        raise ValueError("no such reading")
+
+    harness.start(harness.program("a", SLEEP), harness.program("b", SLEEP, ready=defect))
+    harness.wait_state("a", "ready")
+    time.sleep(3 * _PROBE_EVERY_S)
+    harness.start(harness.program("c", SLEEP))
+    harness.wait_state("c", "ready")
+    assert harness.state("a") == "ready" and harness.supervisor.slots["a"].num_restarts == 0
+    assert caplog.text.count("no such reading") == 1
+
+
+def test_a_log_that_cannot_be_rotated_ends_no_program(
+    harness: SupervisorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = list[Path]()
+
+    def truncate(path: Path, size: int) -> None:
+        tries.append(path)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(child_logs.os, "truncate", truncate)
+    harness.supervisor._next_rotation_s = 0.0  # noqa: SLF001
+    harness.start(harness.program("a", f"print('x' * 2000, flush=True); {SLEEP}"))
+    end_s = time.monotonic() + WAIT_S
+    while not tries and time.monotonic() < end_s:
+        time.sleep(0.05)
+    harness.start(harness.program("b", SLEEP))
+    harness.wait_state("b", "ready")
+    assert tries and harness.state("a") == "ready"
 
 
 def test_a_child_that_does_not_stop_in_time_is_killed_and_reported(harness: SupervisorHarness) -> None:

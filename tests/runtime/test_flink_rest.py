@@ -9,6 +9,7 @@ import pytest
 from roostream.errors import UnavailableError
 from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
 from tests.runtime.fake_flink import FakeFlink
+from tests.runtime.raw_server import CUT_OFF, NOT_HTTP, raw_server
 
 JOB = "0123456789abcdef0123456789abcdef"
 
@@ -33,6 +34,15 @@ def test_a_job_is_live_until_it_has_ended(state: str, live: bool, flink: FakeFli
     job = {"jid": JOB, "name": JOB_NAME, "state": state}
     flink.answers["/jobs/overview"] = {"jobs": [{"jid": "1", "name": "other", "state": "RUNNING"}, job]}
     assert FlinkRest(flink.url).live_job() == (job if live else None)
+
+
+@pytest.mark.parametrize("answer", [NOT_HTTP, CUT_OFF])
+def test_a_job_manager_that_is_killed_while_it_answers_is_unavailable(answer: bytes) -> None:
+    with raw_server(answer) as url:
+        rest = FlinkRest(url)
+        assert not rest.answers() and rest.task_managers() == set()
+        with pytest.raises(UnavailableError, match=f"Flink at {url}"):
+            rest.live_job()
 
 
 def test_a_job_runs_when_all_its_tasks_do(flink: FakeFlink) -> None:
