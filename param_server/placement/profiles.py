@@ -18,6 +18,7 @@ import dataclasses
 import json
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -188,16 +189,19 @@ class ProfileRecorder:
 
     def __init__(self, profiler: Profiler, store: CheckpointStore, clock: Clock) -> None:
         self.profiler, self.store, self.clock = profiler, store, clock
+        self._lock = threading.Lock()
 
     def observe(self, step: int, batch: Batch, lookup: Lookup) -> None:
         """Count the batch of a step, if it is one of those that are counted."""
         if self.profiler.is_counted(step):
-            self.profiler.count(batch, lookup)
+            with self._lock:
+                self.profiler.count(batch, lookup)
 
     def save(self) -> None:
         """Save what was counted since the last call. If the store is away it is lost, with a warning: it is
         only statistics."""
-        counted = self.profiler.take()
+        with self._lock:
+            counted = self.profiler.take()
         try:
             save_profiles(self.store, counted, self.clock.now_ms())
         except UnavailableError as error:

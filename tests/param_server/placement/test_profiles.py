@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +158,33 @@ def test_counts_are_saved_once_and_lost_without_a_store(
     with caplog.at_level(logging.WARNING):
         recorder.save()
     assert "profiles of 2 features are lost: away" in caplog.text and profiler.profiles == {}
+
+
+class InterruptedProfiles(dict[str, TableProfile]):
+    """Profiles of a loop's thread that another thread saves while a batch is counted."""
+
+    def __init__(self, known: dict[str, TableProfile], save: Callable[[], None]) -> None:
+        super().__init__(known)
+        self.saver = threading.Thread(target=save)
+
+    def get(self, feature: str, default: Any = None) -> Any:
+        found = super().get(feature, default)
+        if not self.saver.ident:
+            self.saver.start()
+            self.saver.join(0.5)
+        return found
+
+
+def test_a_batch_that_is_counted_during_a_commit_is_counted_once() -> None:
+    store, profiler = MemoryStore(), make_profiler()
+    recorder = ProfileRecorder(profiler, store, FakeClock(NOW))
+    profiler.profiles = interrupted = InterruptedProfiles(profiler.profiles, recorder.save)
+    batch = Decoder(samples.schema(), no_other_schema).decode(samples.records([1, 2]))[0]
+    recorder.observe(1, batch, build_lookup(batch))
+    interrupted.saver.join(20)
+    recorder.save()
+    saved = read_profiles(store, samples.schema())
+    assert [saved[name].profile.requests for name in ("user", "item")] == [42, 42]
 
 
 def test_a_damaged_profile_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
