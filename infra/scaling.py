@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from infra.program_specs import READER, WORKER
 from roostream.errors import RoostreamError
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.rpc.client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
@@ -82,7 +83,7 @@ class Scaling:
         self.programs = programs
         self._stopped_workers: set[int] = set()
         self._has_readers = False  # readers were started at least once
-        self._stop = threading.Event()
+        self._stop, self._log_rate_limit = threading.Event(), LogRateLimit()
         self._transport = SocketTransport(controller)
         self._thread = threading.Thread(target=self._run, name="scaling", daemon=True)
 
@@ -137,3 +138,6 @@ class Scaling:
                 self.apply(self._transport.call("status", {}, timeout_s=_TIMEOUT_S)[0])
             except RoostreamError as error:  # no controller, or the stack ends
                 log.debug("the controller's status is unknown: %s", error)
+            except Exception as error:  # scaling goes on when it works again
+                text = "workers and readers cannot be scaled now (this is a defect of Roostream): %r"
+                self._log_rate_limit.warning(log, "defect", text, error)

@@ -14,9 +14,12 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from roostream.runtime.kafka.topics import ROWS
 from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.thread_group import ThreadGroup
 from roostream.schema.schema import Schema
 from serving.config import RowSourceSettings, RowsSettings
 from serving.rows.row_follower import RowFollower, RowReplica, rows_consumer_options
+
+_JOIN_S = 1.0
 
 
 class FollowedRows:
@@ -99,11 +102,12 @@ class CachedRows(FollowedRows):
 
     def run(self, stop: threading.Event) -> None:
         """Keep the rows up to date until `stop`. A second thread reads the rows that are missing in the cache
-        and that no request waits for."""
-        reader = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
-        reader.start()
+        and that no request waits for. Raises RuntimeError: that thread has failed."""
+        threads = ThreadGroup(stop)
+        threads.start("row-reads", self.cache.run, stop)
         super().run(stop)
-        reader.join()
+        threads.join(_JOIN_S)
+        threads.check()
 
     def close(self) -> None:
         self.cache.reads.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from infra import scaling as scaling_module
 from infra.scaling import Scaling, reader_steps, worker_steps
+from roostream.runtime.rpc.server import RpcServer
 
 READY = {0: "ready", 1: "ready", 2: "ready"}
 
@@ -143,6 +146,23 @@ def test_workers_follow_the_controller() -> None:
     programs.stop_copy("worker", 1)
     assert apply_status(wanted_workers=2, workers=2) == {0: "ready", 1: "stopped"}
     scaling.close()
+
+
+def test_scaling_goes_on_after_an_unexpected_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scaling_module, "_POLL_S", 0.01)
+    answers = iter([{"wanted_workers": None}, {"state": "running", "wanted_workers": 2, "workers": 1}])
+    server = RpcServer(lambda method, header, arrays: (next(answers), ()), "127.0.0.1").start()
+    programs = FakePrograms()
+    scaling = Scaling(programs, server.address).open()
+    end_s = time.monotonic() + 10
+    while len(programs.states["worker"]) < 2 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    scaling.close()
+    server.stop()
+    assert programs.states["worker"] == {0: "ready", 1: "ready"}
+    assert "cannot be scaled now" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,9 @@ def test_a_bound_before_a_transaction_marker_is_reached() -> None:
     assert reader.has_more(P0) is False and reader.positions() == {P0: 2}
 
 
-@pytest.mark.parametrize("answer", [STALE, None], ids=["stale leader epoch", "no answer"])
+@pytest.mark.parametrize(
+    "answer", [STALE, None, ValueError("a defect")], ids=["stale leader epoch", "no answer", "a defect"]
+)
 def test_end_offsets_are_known_again_after_a_client_failed(
     answer: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import PartitionLag, ReadLimits, RecordsGoneError
 from roostream.runtime.kafka.timestamp_merge import TimestampMerge
 from roostream.runtime.kafka.topics import Partition, Progress, name_of
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.wire.records import Record
 
 log = logging.getLogger("roostream.kafka")
@@ -91,7 +92,7 @@ class EndOffsetPoller:
         self._admin: AdminClient | None = None
         self._ends: dict[Partition, PartitionEnd] = {}
         self._updated_s = 0.0
-        self._stop = threading.Event()
+        self._stop, self._log_rate_limit = threading.Event(), LogRateLimit()
         self._thread = threading.Thread(target=self._run, name="kafka-end-offsets", daemon=True)
 
     @property
@@ -115,7 +116,7 @@ class EndOffsetPoller:
         ConfigError: no client can be made, which is so for a moment while its files are replaced."""
         try:
             return self._fetch()
-        except KafkaException:
+        except Exception:
             self._admin = None
             raise
 
@@ -137,6 +138,9 @@ class EndOffsetPoller:
                 self.update(self.fetch())
             except (KafkaException, ConfigError) as error:
                 log.debug("end offsets of %s are unknown: %s", self.options.topic_names(), error)
+            except Exception as error:  # they are unknown until it works again, not until the process ends
+                text = "end offsets of %s are unknown (this is a defect of Roostream): %r"
+                self._log_rate_limit.warning(log, "defect", text, self.options.topic_names(), error)
             self._stop.wait(_END_OFFSETS_EVERY_S)
 
     def _offsets(self, spec: OffsetSpec, level: IsolationLevel) -> dict[Partition, Any]:

@@ -17,7 +17,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, WireError
+from roostream.errors import (
+    CheckpointError,
+    ConfigError,
+    FencedError,
+    RoostreamError,
+    UnavailableError,
+    WireError,
+)
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Transport
 from roostream.runtime.work_unit import TableInput
@@ -69,17 +76,19 @@ class RemoteSessionRows:
         self._began_s = clock.monotonic_s()
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._error: RoostreamError | None = None
+        self._error: RoostreamError | None = None  # of one piece
+        self._defect: RoostreamError | None = None  # why a thread has ended
         self._voided: list[tuple[int, int]] = []  # (split, grant) of readers that did not answer
         self._connections: dict[str, Transport] = {}
         self._stalled = False  # since the last call of the controller
         self._sent_splits: list[int] = []
         self._is_read = True  # every wanted split has a reader
         self._unread_since_s: float | None = None
-        self._threads = [threading.Thread(target=self._ask_loop, name="readers-ask", daemon=True)]
-        self._threads += [
-            threading.Thread(target=self._fetch_loop, name=f"readers-fetch-{n}", daemon=True)
-            for n in range(config.max_in_flight)
+        loops = {"readers-ask": self._ask_loop}
+        loops |= {f"readers-fetch-{n}": self._fetch_loop for n in range(config.max_in_flight)}
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
+            for name, loop in loops.items()
         ]
 
     def open(self) -> RemoteSessionRows:
@@ -100,7 +109,7 @@ class RemoteSessionRows:
                 self._stalled = True
                 self._changed.notify_all()
                 self._changed.wait_for(
-                    lambda: self._error or self.buffer.is_buffered(split, position), timeout_s
+                    lambda: self._error or self._defect or self.buffer.is_buffered(split, position), timeout_s
                 )
                 found = self._take(split, position)
             self.waited_s += self.clock.monotonic_s() - began_s
@@ -141,7 +150,19 @@ class RemoteSessionRows:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if self._defect is not None:
+            raise self._defect
         return self.buffer.take(split, position)
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        """Run a thread's loop. If it fails, reading a piece fails too, and the session is opened again."""
+        try:
+            loop()
+        except Exception as error:
+            log.exception("reading by readers failed: this is a defect of Roostream")
+            with self._changed:
+                self._defect = UnavailableError(f"reading by readers failed: {error!r}")
+                self._changed.notify_all()
 
     def _ask_loop(self) -> None:
         transport = self.link.controller()

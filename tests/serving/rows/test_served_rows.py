@@ -149,3 +149,18 @@ def test_a_cache_and_a_part_of_the_buckets_can_be_configured() -> None:
     )
     assert partial.follower.replica.replica.buckets == {1, 2}
     partial.close()
+
+
+def test_the_process_stops_if_the_thread_that_reads_rows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are missing in the cache would keep their initial values for ever."""
+    fixture, stop = CacheFixture(), threading.Event()
+
+    def defect() -> None:
+        raise ValueError("no such bucket")
+
+    monkeypatch.setattr(fixture.cache.reads, "refresh_bucket_map", defect)
+    monkeypatch.setattr(FollowedRows, "run", lambda self, stop: stop.wait(10))
+    with pytest.raises(RuntimeError, match="threads failed: row-reads"):
+        fixture.served.run(stop)
+    assert stop.is_set()
+    fixture.served.close()

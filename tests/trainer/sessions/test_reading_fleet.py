@@ -8,7 +8,9 @@ import random
 
 import pytest
 
+from roostream.errors import UnavailableError
 from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.warehouse.sessions.session_rows import LocalSessionRows
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import Fleet, bits
@@ -163,3 +165,17 @@ def test_units_in_flight_and_buffered_are_bounded() -> None:
     assert units <= 2 + 1, "two buffered units, and the one that the worker waits for"
     assert all(reader.reader.report()["held_pieces"] <= 6 + 2 for reader in fleet.readers.values())
     assert fleet.master.status()["splits_wanted"] <= 3
+
+
+def test_a_thread_that_fails_ends_the_session(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker would wait for its rows for ever."""
+    fleet = Fleet(num_readers=1)
+    fleet.controller = lambda name="": InMemoryTransport(lambda *call: ({}, ()))  # type: ignore[method-assign]
+    rows, split = fleet.client(0), fleet.session.order.splits[0]
+    rows.expect([split], {split.number: 0}, 1)
+    rows.open()
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="reading by readers failed"):
+            rows.piece(split, 0, 10.0)
+    rows.close()
+    assert "defect" in caplog.text
