@@ -46,7 +46,7 @@ class Topics:
     partitions: int = DEFAULT_PARTITIONS
     settle_ms: int = 600_000
     replay: bool = False
-    security: KafkaSecurity = KafkaSecurity()
+    security: KafkaSecurity = dataclasses.field(default_factory=KafkaSecurity)
     start_timeout_s: float = _LEADERS_S  # time for a broker to become leader of its partitions
 
     @property
