@@ -165,7 +165,12 @@ def use_external_broker(options: StackOptions) -> None:
             f"Kafka at {options.kafka} does not answer; "
             "start it, or leave the option out to let the stack start a broker"
         )
-    _make_topics(Broker(options.kafka), options)
+    broker = Broker(options.kafka)
+    try:
+        clients.wait_for_broker(broker, timeout_s=5)
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; a local stack uses a Kafka without TLS and login") from None
+    _make_topics(broker, options)
 
 
 def _make_topics(broker: Broker, options: StackOptions) -> None:

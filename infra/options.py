@@ -73,8 +73,8 @@ class StackOptions(Settings):
         16 << 20, "size at which a log file is rotated; one older file is kept", ge=1 << 16
     )
     java: str = setting("", "path of a Java ≥ 17; empty = the runtime that `make setup` installed")
-    kafka: str = setting("", "host:port of an external Kafka broker")
-    redis: str = setting("", "host:port of an external Redis")
+    kafka: str = setting("", "host:port of an external Kafka broker, without TLS and login")
+    redis: str = setting("", "host:port of an external Redis, without TLS and password")
     ports: Mapping[str, int] = setting(
         help="program → fixed port, for example serving = 8080; other ports are drawn", factory=dict
     )

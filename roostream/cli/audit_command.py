@@ -25,8 +25,11 @@ from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.address import check_addresses
 from roostream.runtime.backoff import Backoff
-from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
+from roostream.schema.settings import Settings, load, setting
+from roostream.schema.toml_file import TomlFile, read_toml
 
 _LEADERS_S = 20.0
 _SILENT_S = 30.0
@@ -43,7 +46,27 @@ class Topics:
     partitions: int = DEFAULT_PARTITIONS
     settle_ms: int = 600_000
     replay: bool = False
+    security: KafkaSecurity = dataclasses.field(default_factory=KafkaSecurity)
     start_timeout_s: float = _LEADERS_S  # time for a broker to become leader of its partitions
+
+    @property
+    def broker(self) -> Broker:
+        return Broker(self.kafka, self.security)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _KafkaTable(Settings):
+    kafka_security: KafkaSecurity = setting(factory=KafkaSecurity, help="table: authentication of Kafka")
+
+
+def read_kafka_security(file: str) -> KafkaSecurity:
+    """The table `[kafka_security]` of a program's TOML; other keys are ignored. Raises ConfigError: the table
+    is not valid."""
+    if not file:
+        return KafkaSecurity()
+    toml = read_toml(file)
+    raw = {key: value for key, value in toml.raw.items() if key == "kafka_security"}
+    return load(_KafkaTable, TomlFile(raw, toml.location)).kafka_security
 
 
 @click.command()
@@ -67,10 +90,24 @@ class Topics:
     show_default=True,
     help="with --kafka: the join window",
 )
+@click.option(
+    "--kafka-security",
+    "security_file",
+    default="",
+    metavar="FILE",
+    help="with --kafka: TOML of a program, from which [kafka_security] is read",
+)
 @click.option("--replay", is_flag=True, help="with --kafka: the topics were created with --replay")
 @json_option
 def audit(
-    home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, replay: bool, as_json: bool
+    home: Path,
+    kafka: str,
+    prefix: str,
+    partitions: int,
+    window_ms: int,
+    security_file: str,
+    replay: bool,
+    as_json: bool,
 ) -> None:
     """Read all topics once from their oldest record. Exit code 0 if every event is accounted for, else 1.
 
@@ -84,7 +121,12 @@ def audit(
     if kafka:
         check_addresses("--kafka", *kafka.split(","))
     topics = Topics(
-        kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms), replay=replay
+        kafka=kafka,
+        prefix=prefix,
+        partitions=partitions,
+        settle_ms=settle_ms(window_ms),
+        replay=replay,
+        security=read_kafka_security(security_file),
     )
     sys.exit(run(home, topics if kafka else None, as_json))
 
@@ -108,6 +150,7 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
 def read_all(topics: Topics) -> Sums:
     """Read all records that are present at the start, and return the sums. Raises UnavailableError as
     `run`."""
+    clients.wait_for_broker(topics.broker, timeout_s=topics.start_timeout_s)
     auditor = build_auditor(topics)
     with contextlib.closing(auditor), progress_bar("records") as update:
         backoff = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)
@@ -130,7 +173,7 @@ def read_all(topics: Topics) -> Sums:
 def build_auditor(topics: Topics) -> Auditor:
     """The auditor of `topics`; it reads nothing yet."""
     return Auditor(
-        Broker(topics.kafka),
+        topics.broker,
         topics.prefix,
         num_partitions=topics.partitions,
         settle_ms=topics.settle_ms,

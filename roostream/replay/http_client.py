@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 from collections import Counter
 from typing import Any
 
@@ -26,7 +27,12 @@ class HttpClient:
     ) -> None:
         limits = httpx.Limits(max_connections=2 * max_in_flight, max_keepalive_connections=max_in_flight)
         self._http = httpx.AsyncClient(
-            base_url=base_url, timeout=5.0, limits=limits, transport=transport, trust_env=False
+            base_url=base_url,
+            timeout=5.0,
+            limits=limits,
+            transport=transport,
+            verify=ssl.create_default_context(),  # the system's authorities, or those of SSL_CERT_FILE
+            trust_env=False,
         )
         self.outcomes: Counter[str] = Counter()  # ok | refused | retried | gave_up
         self.last_refusal = ""  # path, status and text of the last answer that rejects a request

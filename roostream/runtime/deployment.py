@@ -6,6 +6,7 @@ The settings of each program derive from these classes, so that each key is decl
 from __future__ import annotations
 
 import dataclasses
+import ssl
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -165,10 +166,15 @@ class RedisSettings(Settings):
         `roostream.errors.mask_secrets`.
 
         Raises:
-            ConfigError: the password file can't be read.
+            ConfigError: a file can't be read, or has no password or certificate.
         """
         address = self.redis
         if self.redis_ca:
+            try:
+                ssl.create_default_context(cafile=self.redis_ca)
+            except OSError as error:
+                got = f"{self.redis_ca!r}: {error.strerror or error}"
+                raise SettingError("redis_ca", f"expected a PEM file of authorities, got {got}") from None
             address += f"{'&' if '?' in address else '?'}ssl_ca_certs={quote(self.redis_ca, safe='')}"
         if not self.redis_password_file:
             return address
@@ -179,7 +185,10 @@ class RedisSettings(Settings):
                 "redis_password_file: expected a file with a password, got "
                 f"{self.redis_password_file!r}: {reason_of(error)}"
             ) from None
+        if not lines or not lines[0]:
+            raise ConfigError(
+                "redis_password_file: expected a password in the first line of "
+                f"{self.redis_password_file!r}, got none; write it there"
+            )
         scheme, _, rest = address.partition("://")
-        return (
-            f"{scheme}://{quote(self.redis_user, safe='')}:{quote(lines[0] if lines else '', safe='')}@{rest}"
-        )
+        return f"{scheme}://{quote(self.redis_user, safe='')}:{quote(lines[0], safe='')}@{rest}"

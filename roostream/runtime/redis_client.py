@@ -21,7 +21,12 @@ def client(url: str, *, timeout_s: float) -> redis.Redis:
     checked = {"ssl_check_hostname": True} if url.startswith("rediss:") else {}
     try:
         return redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **checked
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            lib_name=None,  # else CLIENT SETINFO, which an access rule can name only from Redis 7.2 on
+            lib_version=None,
+            **checked,
         )
     except ValueError as error:
         raise ConfigError(f"expected redis://host:port/0, got {url!r}: {error}") from None
@@ -34,4 +39,13 @@ def redis_errors(url: str) -> Iterator[None]:
     try:
         yield
     except redis.RedisError as error:
-        raise UnavailableError(f"Redis at {url} failed: {error}") from None
+        raise UnavailableError(f"Redis at {url} failed: {error}{_advice(url, error)}") from None
+
+
+def _advice(url: str, error: redis.RedisError) -> str:
+    """What to check if one side may use TLS and the other does not."""
+    if url.startswith("rediss:") and isinstance(error, redis.TimeoutError):
+        return "; if this port is without TLS, the address is redis://…"
+    if url.startswith("redis:") and "reset by peer" in str(error):
+        return "; if this port expects TLS, the address is rediss://…"
+    return ""

@@ -21,12 +21,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roostream.errors import RoostreamError, UnavailableError, WireError
+from roostream.errors import RoostreamError, SchemaError, UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, MonotonicToWallTime
 from roostream.runtime.kafka.consumer import RecordConsumer, RecordsGoneError
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
 from roostream.runtime.kafka.topics import ROWS, all_partitions
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.rpc.transport import Transport
 from roostream.wire import records as wire
 from roostream.wire.lookup import Lookup
@@ -41,6 +42,7 @@ ASK_EVERY_S, ASK_AGAIN_S = (1.0, 5.0)
 _ASK_TIMEOUT_S = 0.5
 _MAX_OLDER_S = 30.0  # a shard that is restored a moment later than the others catches up within this time
 _POLL_RECORDS = 500
+_RETRIED = UnavailableError, WireError, SchemaError  # the shards may get a wider table before serving does
 
 
 class RowReplica(Protocol):
@@ -105,6 +107,7 @@ class RowFollower:
         self.current_s: float | None = None  # monotonic time when the rows were last known to be current
         self.num_applied = self.num_refused = self.num_bootstraps = self.num_repaired = 0
         self._backoff = Backoff(what="rows of the shards", clock=clock)
+        self._log_rate_limit = LogRateLimit(clock.monotonic_s)
         self._repair_at_s = self._ask_at_s = 0.0
         self._shards_answer = False
         self._older_since_s: float | None = None  # since when a shard's incarnation is older than the rows
@@ -112,7 +115,8 @@ class RowFollower:
         self._wall = MonotonicToWallTime(clock)
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop`. A shard whose answers cannot be read is waited for like one that is away.
+        """Run until `stop`. A shard whose answers cannot be read, or that has another schema, is waited for
+        like one that is away.
 
         The rows in memory stay in use meanwhile, and their age tells how old they are. Raises ConfigError:
         the topic has another number of partitions than the settings.
@@ -120,7 +124,7 @@ class RowFollower:
         self.wait_for_topic(stop)
         while not stop.is_set():
             try:
-                self._backoff.until(self.bootstrap, (UnavailableError, WireError), stop)
+                self._backoff.until(self.bootstrap, _RETRIED, stop)
             except UnavailableError:  # stopped while waiting for shards or the topic
                 return
             self._follow(stop)
@@ -201,7 +205,7 @@ class RowFollower:
             log.warning(
                 "%d stale buckets were read from their shards again, because records were missed", missed
             )
-        except (UnavailableError, WireError) as error:
+        except _RETRIED as error:
             log.warning(
                 "%d buckets are stale because records were missed, and their shards cannot be read: %s",
                 missed,
@@ -223,7 +227,10 @@ class RowFollower:
             applied = self.replica.apply(message)
         except RoostreamError as error:
             self.num_refused += 1
-            log.error("rows record at %d/%d refused: %s", record.partition, record.offset, error)
+            text = "rows record at %d/%d refused: %s"
+            self._log_rate_limit.warning(
+                log, type(error).__name__, text, record.partition, record.offset, error
+            )
             self.replica.mark_stale(int.from_bytes(record.key or b"\xff" * 8, "little"))
             return
         self.num_applied += applied

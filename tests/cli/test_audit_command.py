@@ -15,7 +15,7 @@ from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.cli import audit_command
 from roostream.cli.audit_command import Topics, build_auditor, topics_of
-from roostream.errors import SetupError, UnavailableError
+from roostream.errors import ConfigError, SetupError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer
@@ -35,6 +35,19 @@ def test_a_folder_without_a_stack_is_reported(tmp_path: Path) -> None:
 def test_a_kafka_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", start_timeout_s=0.0), False)
+
+
+def test_the_audit_of_a_secured_kafka_reads_its_login_from_a_program_s_file(tmp_path: Path) -> None:
+    file = tmp_path / "auditor.toml"
+    file.write_text(
+        'home = "unused"\n[kafka_security]\nprotocol = "SASL_SSL"\nusername = "u"\npassword = "${file:pw}"\n'
+        f'ca = "{tmp_path}/none.pem"\n'.replace("file:pw", f"file:{tmp_path}/pw")
+    )
+    (tmp_path / "pw").write_text("secret\n")
+    security = audit_command.read_kafka_security(str(file))
+    assert (security.username, security.password) == ("u", "secret")
+    with pytest.raises(ConfigError, match=r"kafka_security\.ca"):
+        audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", security=security), False)
 
 
 def test_an_external_broker_is_not_started(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_sasl_over_ssl_configures_python_and_java_clients(tmp_path: Path) -> Non
 def test_a_custom_certificate_configures_python_and_java_clients(tmp_path: Path) -> None:
     chain, key = tmp_path / "own.pem", tmp_path / "own.key"
     chain.write_text("chain")
-    key.write_text("key")
+    key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----")
     security = KafkaSecurity(protocol="SSL", certificate=str(chain), key=str(key), key_password="k")
     assert security.librdkafka() == {
         "security.protocol": "SSL",
@@ -56,7 +56,7 @@ def test_a_custom_certificate_configures_python_and_java_clients(tmp_path: Path)
         "security.protocol": "SSL",
         "ssl.keystore.type": "PEM",
         "ssl.keystore.certificate.chain": "chain",
-        "ssl.keystore.key": "key",
+        "ssl.keystore.key": "-----BEGIN ENCRYPTED PRIVATE KEY-----",
         "ssl.key.password": "k",
     }
 
@@ -124,6 +124,20 @@ def test_an_unknown_protocol_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text('protocol = "SASL-SSL"\n')
     with pytest.raises(ConfigError, match="did you mean 'SASL_SSL'"):
         load(KafkaSecurity, tmp_path / "s.toml")
+
+
+def test_a_key_that_java_cannot_read_is_refused_before_the_job_is_submitted(tmp_path: Path) -> None:
+    (tmp_path / "rsa.key").write_text("-----BEGIN RSA PRIVATE KEY-----\n-----END RSA PRIVATE KEY-----\n")
+    (tmp_path / "c.crt").write_text("-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n")
+    files = {"certificate": str(tmp_path / "c.crt"), "key": str(tmp_path / "rsa.key")}
+    with pytest.raises(ConfigError, match=r"kafka_security\.key: expected PKCS #8"):
+        KafkaSecurity(protocol="SSL", **files).java()  # type: ignore[arg-type]
+
+
+def test_comments_of_a_pem_file_may_have_any_letters(tmp_path: Path) -> None:
+    text = "# Főtanúsítvány\n-----BEGIN CERTIFICATE-----\n"
+    (tmp_path / "ca.pem").write_text(text, encoding="utf-8")
+    assert KafkaSecurity(**SASL, ca=str(tmp_path / "ca.pem")).java()["ssl.truststore.certificates"] == text
 
 
 def test_a_missing_file_is_named_when_java_needs_it() -> None:

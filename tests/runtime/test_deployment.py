@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -16,6 +17,7 @@ from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.schema.settings import load
 from serving.config import ServingConfig
 from serving.online_features.config import FeaturesConfig
+from tests.certificates import Authority
 from trainer.config import ControllerConfig, WorkerConfig
 
 SHARED = {"bootstrap": "k:1", "schema": "s.toml", "store": "store"}
@@ -139,10 +141,12 @@ def test_the_redis_password_is_read_from_address_or_file(tmp_path: Path) -> None
     file = {"redis_password_file": str(tmp_path / "password")}
     assert FeaturesConfig(**common, redis="rediss://h:1/0", **file).redis_url == "rediss://:s3%2Fcret@h:1/0"
     assert FeaturesConfig(**common, redis="redis://:pw@h:1/0").redis_url == "redis://:pw@h:1/0"
+    ca = Authority(tmp_path, "ours").pem
     program_settings = FeaturesConfig(
-        **common, redis="rediss://h:1/0", redis_user="up/dater", redis_ca="/etc/ca.pem", **file
+        **common, redis="rediss://h:1/0", redis_user="up/dater", redis_ca=str(ca), **file
     )
-    assert program_settings.redis_url == "rediss://up%2Fdater:s3%2Fcret@h:1/0?ssl_ca_certs=%2Fetc%2Fca.pem"
+    query = f"ssl_ca_certs={quote(str(ca), safe='')}"
+    assert program_settings.redis_url == f"rediss://up%2Fdater:s3%2Fcret@h:1/0?{query}"
     with pytest.raises(ConfigError, match="key 'redis_user': expected it with redis_password_file"):
         FeaturesConfig(**common, redis="redis://h:1/0", redis_user="updater")
     with pytest.raises(ConfigError, match="key 'redis_ca': expected it with an address rediss://"):
@@ -153,6 +157,38 @@ def test_the_redis_password_is_read_from_address_or_file(tmp_path: Path) -> None
         FeaturesConfig(**common, redis="redis://:pw@h:1/0", **file)
     with pytest.raises(ConfigError, match="redis_password_file: expected a file with a password"):
         _ = FeaturesConfig(**common, redis="redis://h:1/0", redis_password_file=str(tmp_path)).redis_url
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_file_of_redis_authorities_that_cannot_be_used_is_a_wrong_setting(
+    tmp_path: Path, content: str | None
+) -> None:
+    """Otherwise the program would wait for Redis, with an error that names no file."""
+    if content is not None:
+        (tmp_path / "ca.pem").write_text(content)
+    config = FeaturesConfig(
+        bootstrap="h:1",
+        schema="s.toml",
+        store="s",
+        redis="rediss://h:1/0",
+        redis_ca=str(tmp_path / "ca.pem"),
+    )
+    with pytest.raises(ConfigError, match=r"redis_ca.*ca\.pem"):
+        _ = config.redis_url
+
+
+@pytest.mark.parametrize("content", ["", "\n"])
+def test_a_file_without_a_redis_password_is_a_wrong_setting(tmp_path: Path, content: str) -> None:
+    (tmp_path / "password").write_text(content)
+    config = FeaturesConfig(
+        bootstrap="h:1",
+        schema="s.toml",
+        store="s",
+        redis="redis://h:1/0",
+        redis_password_file=str(tmp_path / "password"),
+    )
+    with pytest.raises(ConfigError, match="expected a password in the first line"):
+        _ = config.redis_url
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,11 @@ def test_a_wait_says_that_a_listener_expects_tls(secured_broker: SecuredBroker) 
             clients.wait_for_broker(Broker(address), timeout_s=3.0)
 
 
+def test_a_local_stack_says_that_it_needs_a_kafka_without_tls(secured_broker: SecuredBroker) -> None:
+    with pytest.raises(UnavailableError, match="a local stack uses a Kafka without TLS"):
+        kafka_broker.use_external_broker(StackOptions(kafka=secured_broker.ssl))
+
+
 def test_renewed_files_that_a_client_has_not_read_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -144,7 +145,7 @@ class KafkaSecurity:
             options |= {
                 "ssl.keystore.type": "PEM",
                 "ssl.keystore.certificate.chain": _text("certificate", self.certificate),
-                "ssl.keystore.key": _text("key", self.key),
+                "ssl.keystore.key": _pkcs8(self.key),
             }
         if self.key_password:
             options["ssl.key.password"] = self.key_password
@@ -167,9 +168,19 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
+def _pkcs8(path: str) -> str:
+    text = _text("key", path)
+    if not re.search("BEGIN (ENCRYPTED )?PRIVATE KEY", text):
+        raise ConfigError(
+            "kafka_security.key: expected PKCS #8 (BEGIN PRIVATE KEY) for Flink, got another form in "
+            f"{path!r}; convert it: openssl pkcs8 -topk8 -nocrypt"
+        )
+    return text
+
+
 def _text(name: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="ascii")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"kafka_security.{name}: expected a PEM file, got {path!r}: {reason_of(error)}; check the path"

@@ -149,7 +149,7 @@ def _examine(address: str, broker: Broker) -> str:
                 return ""
             return f"{address} expects TLS; set protocol of kafka_security to SSL or SASL_SSL"
     except ssl.SSLCertVerificationError as error:
-        return f"the certificate of {address} is not valid: {error.verify_message}"
+        return f"the certificate of {address} is not valid: {error.verify_message.rstrip('.')}"
     except OSError:  # ssl.SSLError is one
         return ""
 
@@ -189,7 +189,7 @@ def _settings_errors() -> Iterator[None]:
         if found := _WRONG_OPTION.search(text):
             key, reason = _KEYS.get(found[1], found[1]), found[2]
             if reason.endswith("PEM lib"):
-                reason = "not a PEM file, or an encrypted key without its key_password"
+                reason = "not a PEM file" + (", or encrypted without key_password" if key == "key" else "")
             raise ConfigError(f"kafka_security.{key}: {reason}; correct this setting or its file") from None
         raise ConfigError(f"kafka_security: {text}; correct these settings or files") from None
 

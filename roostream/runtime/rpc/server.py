@@ -199,7 +199,8 @@ class RpcServer:
             self._warn("wire", peer, "closed the connection from %s: %s", peer, error)
         except ssl.SSLError as error:
             text = "closed the connection from %s: TLS handshake failed (%s)"
-            self._warn("tls", peer, text, peer, error.reason or error)
+            why = getattr(error, "verify_message", "")  # of an SSLCertVerificationError
+            self._warn("tls", peer, text, peer, why or error.reason or error)
         except TimeoutError:
             log.debug("closed the connection from %s: idle or too slow", peer)
         except OSError as error:

@@ -99,14 +99,31 @@ def test_a_caller_of_another_authority_is_refused(
     (tmp_path / "theirs").mkdir()
     other = Authority(tmp_path / "theirs", "theirs")
     certificate, key = other.issue("worker")
+    server = serve(mutual_tls(authority, "shard"))
     transport = connect(
-        serve(mutual_tls(authority, "shard")),
+        server,
         LinkSecurity(certificate=certificate, key=key, ca=str(authority.pem)),
     )
     for _ in range(3):
         with pytest.raises(TransportError):
             transport.call("echo", {})
+    server.stop()  # waits for the connections' threads
     assert caplog.text.count("TLS handshake failed") == 1, "a client that tries again does not fill the log"
+
+
+def test_a_server_says_that_the_certificate_of_a_caller_has_expired(
+    authority: Authority, serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = authority.issue("worker", expired=True)
+    server = serve(mutual_tls(authority, "shard"))
+    transport = connect(
+        server,
+        LinkSecurity(certificate=certificate, key=key, ca=str(authority.pem)),
+    )
+    with pytest.raises(TransportError, match=r"refuse this program|closed|reset"):
+        transport.call("echo", {})
+    server.stop()
+    assert "certificate has expired" in caplog.text
 
 
 def test_a_server_of_another_authority_is_refused(

@@ -15,7 +15,7 @@ import pytest
 
 from param_server.initial_rows import initial_rows
 from param_server.replica.replica import Replica
-from roostream.errors import UnavailableError, WireError
+from roostream.errors import RoostreamError, SchemaError, UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
@@ -241,13 +241,18 @@ def test_a_deleted_offset_reloads_all_rows() -> None:
     assert fixture.follower.num_bootstraps == 2
 
 
-def test_an_unreadable_answer_of_a_shard_is_retried() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [WireError("oversized", "expected a frame of at most 1 GiB"), SchemaError("expected a stack of d16-x")],
+)
+def test_an_unreadable_answer_of_a_shard_is_retried(error: RoostreamError) -> None:
+    """Shards get a wider table before serving does, which answers with its rows until it is replaced."""
     fixture = FollowerFixture(FakeShard({8: 0.5}))
     handler, failures = fixture.transport.handler, iter(range(3))
 
     def unreadable(method: str, header: Any, arrays: Any) -> Answer:
         if method == "scan" and next(failures, None) is not None:
-            raise WireError("oversized", "expected a frame of at most 1 GiB")
+            raise error
         return handler(method, header, arrays)
 
     fixture.transport.handler = unreadable
