@@ -164,8 +164,8 @@ def _type(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_REF)
         return "id" if name == "Id" else f"[{name}](#{name.lower()})"
-    if "oneOf" in schema:
-        return " or ".join(dict.fromkeys(map(_type, schema["oneOf"])))
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
     if isinstance(schema.get("type"), list):
         return " or ".join(_type({**schema, "type": kind}) for kind in schema["type"])
     if schema.get("type") == "array":
@@ -208,7 +208,7 @@ def _limits(schema: dict[str, Any]) -> str:
 
 def _inner(schema: dict[str, Any]) -> list[dict[str, Any]]:
     """The alternatives of a value, and the type of a list's entries."""
-    return [*schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
+    return [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])]
 
 
 def _number(value: float) -> str:

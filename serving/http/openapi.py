@@ -118,7 +118,7 @@ class TypeComponents:
         """The content of a JSON body or answer of one of these types."""
         schemas = [self.schema_of(kind) for kind in kinds]
         shown = {} if example is None else {"example": msgspec.to_builtins(example)}
-        return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}, **shown}}
+        return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, **shown}}
 
     def scored(self, kind: Any) -> Any:
         """A generic type with the scores of this schema."""
@@ -171,7 +171,6 @@ def for_generators(schema: Any) -> Any:
     """Rewrite a JSON Schema of msgspec for generators of typed clients.
 
     - Java and Go use 32 bits for an `integer` without a format.
-    - `oneOf` makes Java distinguish the id `"123"` from `123`; `anyOf` converts one to the other.
     - A field with a `default` becomes a required one in TypeScript, and the default of a union does not
       compile in Go. Such a field may be left out, so that a union need not allow null, which does not compile
       in Java.
@@ -180,9 +179,10 @@ def for_generators(schema: Any) -> Any:
         return [for_generators(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    schema = {key: for_generators(value) for key, value in schema.items()}
-    if not {"type", "anyOf", "$ref"} & schema.keys():
-        return schema  # a map of names to schemas
+    properties = {name: for_generators(kind) for name, kind in schema.get("properties", {}).items()}
+    schema = {
+        key: properties if key == "properties" else for_generators(value) for key, value in schema.items()
+    }
     has_default, default = "default" in schema, schema.pop("default", None)
     if default:
         schema["description"] = f"{schema['description']}; {json.dumps(default)} if left out"
@@ -193,18 +193,18 @@ def for_generators(schema: Any) -> Any:
         kinds = schema.pop("anyOf")
         others = [kind for kind in kinds if kind != _NULL]
         if all(kind.keys() == {"type"} for kind in kinds):
-            schema["type"] = [kind["type"] for kind in kinds]  # in Go, null would be one of each kind
+            schema["type"] = [kind["type"] for kind in kinds]  # in Go, null would be each of them
         elif len(others) > 1:
-            schema["oneOf"] = others if has_default else kinds
+            schema["anyOf"] = others if has_default else kinds
         else:
             schema = {**others[0], **schema}
             if "type" in schema:
                 schema["type"] = [schema["type"], "null"]
-    return {"$ref": _REF.format(name="Id")} if schema.get("oneOf") == _ID["oneOf"] else schema
+    return {"$ref": _REF.format(name="Id")} if schema.get("anyOf") == _ID["anyOf"] else schema
 
 
 _NULL = {"type": "null"}
-_ID: dict[str, Any] = {"oneOf": []}
+_ID: dict[str, Any] = {"anyOf": []}
 _ID = for_generators(msgspec.json.schema(PlainId))
 
 

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from serving.examples import engagement_example, rank_example
 from serving.http.app import HttpInterface
+from serving.http.openapi import for_generators
 from serving.oip.features import FeatureTensors
 from tests.serving.admin_cases import TOKEN, make_admin_app, run_admin_server
 from tests.serving.document_cases import NUM_CASES, answers_conform
@@ -111,19 +112,26 @@ def test_generators_of_typed_clients_get_optional_fields_and_64_bit_integers(tmp
     components = retrieval.app.openapi()["components"]["schemas"]
     retrieval.serving.close()
     schemas = list(inner_schemas(components))
-    assert not [schema for schema in schemas if "default" in schema or "anyOf" in schema]
+    assert not [schema for schema in schemas if "default" in schema]
     integers = [schema for schema in schemas if "integer" in type_names(schema)]
     for schema in integers:
         least, most = schema.get("minimum", -(1 << 63)), schema.get("maximum", 1 << 63)
         is_small = least >= -(1 << 31) and most < 1 << 31
         assert is_small != (schema.get("format") == "int64"), schema
     assert components["Engagement"]["properties"]["time_ms"]["type"] == ["integer", "null"]
-    assert {"type": "null"} not in components["CandidateRow"]["properties"]["topics"]["oneOf"]
+    assert {"type": "null"} not in components["CandidateRow"]["properties"]["topics"]["anyOf"]
     assert "100 if left out" in components["RetrieveRequest"]["properties"]["k"]["description"]
     explained = components["FeatureEffect"]["properties"]["values"]["items"]
-    assert explained == {"type": ["number", "string", "null"]}, "in Go, a null is one of each type of a oneOf"
+    assert explained == {"type": ["number", "string", "null"]}, "in Go, a null would be each of them"
     found = components["FoundItem"]["properties"]["item_id"]
     assert found == components["RankRequest"]["properties"]["user_id"] == {"$ref": "#/components/schemas/Id"}
+
+
+def test_a_feature_may_be_called_like_a_keyword_of_json_schema() -> None:
+    named = ("default", "type", "anyOf", "properties")
+    schema = {"type": "object", "properties": {name: {"type": "integer", "default": 0} for name in named}}
+    made = for_generators(schema)["properties"]
+    assert made == {name: {"type": "integer", "format": "int64"} for name in named}
 
 
 def inner_schemas(part: Any) -> Iterator[dict[str, Any]]:
