@@ -150,14 +150,14 @@ class SocketTransport:
         return connection
 
     def _dial(self, host: str, port: int, deadline: float) -> socket.socket:
-        """A connection to the first address of the host that accepts one; what is left until `deadline` is
-        its time limit. Raises OSError."""
+        """A connection to the first address of the host that accepts one. The addresses share what is left
+        until `deadline`, so that a silent one does not take the time of all. Raises OSError."""
         refused = OSError(f"the name {host} has no address")
-        for address in self._lookup.addresses(host, deadline - time.monotonic()):
+        addresses = self._lookup.addresses(host, deadline - time.monotonic())
+        for num_left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+            limit_s = max((deadline - time.monotonic()) / num_left, 0.001)
             try:
-                connection = socket.create_connection(
-                    (address, port), max(deadline - time.monotonic(), 0.001)
-                )
+                connection = socket.create_connection((address, port), limit_s)
             except OSError as error:
                 refused = error
             else:

@@ -284,6 +284,27 @@ def test_the_time_limit_of_a_call_includes_the_lookup_of_its_host(server: RpcSer
         transport.close()
 
 
+def test_a_silent_address_of_a_host_leaves_time_for_the_next_one(
+    peer: EchoHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example the IPv6 address of a host that answers at its IPv4 address alone."""
+    server = RpcServer(peer).start()
+    found = [(socket.AF_INET6, 1, 6, "", ("fd00::1", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", 0))]
+    connect = socket.create_connection
+
+    def silent_for_ipv6(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "fd00::1":
+            time.sleep(timeout)
+            raise TimeoutError("timed out")
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", silent_for_ipv6)
+    transport = SocketTransport(f"shard-0:{server.port}", lookup=HostLookup(lambda *_, **__: found))
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+    transport.close()
+    server.stop()
+
+
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "two..dots", "x" * 64])
 def test_a_host_without_an_address_is_reported(host: str) -> None:
     with pytest.raises(TransportError, match="can't connect"):
