@@ -70,7 +70,8 @@ def server_properties(data: Path, port: int, controller_port: int) -> str:
 
 
 def _escaped(value: str) -> str:
-    """A value for a file that Java reads as Latin-1: other characters as UTF-16 in `\\uXXXX`."""
+    """Escape a value for a properties file, which Java reads as Latin-1: what is not ASCII becomes
+    `\\uXXXX`."""
     units = value.encode("utf-16-be")
     codes = (units[i] << 8 | units[i + 1] for i in range(0, len(units), 2))
     return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)

@@ -479,7 +479,7 @@ class Shard:
             return table.freeze(*gone, complete)
 
     def _buckets_to_rewrite(self) -> frozenset[int]:
-        """Buckets of which the next segment should contain all rows, so that old segments can go."""
+        """Buckets whose rows the next segment should all contain, so that older segments can be deleted."""
         changed = sum(table.num_changed() for table in self.tables.values())
         rows = sum(table.num_rows for table in self.tables.values())
         try:

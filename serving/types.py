@@ -123,7 +123,7 @@ class RankedAnswer(ListAnswer, kw_only=True):
 
 
 class RankAnswer(RankedAnswer, Generic[S], kw_only=True, omit_defaults=True):
-    """All candidates are scored, and the list is logged."""
+    """The scores of all candidates and their order. The list is logged, so that it becomes a sample."""
 
     scores: Annotated[Sequence[S], described("by candidate, in the request's order")]
     order: Annotated[list[Index], described("candidates' indices, first slot first")]

@@ -183,9 +183,8 @@ class TorchProcessGroup:
         raise UnavailableError(message)
 
     def _wait(self, work: Any) -> None:
-        """Wait until `work` is done.
-
-        Poll for an interrupt, because nothing ends a wait of gloo from outside."""
+        """Wait until `work` is done. It polls for an interrupt, because another thread cannot end a wait of
+        gloo."""
 
         def done() -> bool:
             try:

@@ -55,7 +55,7 @@ def check_engagement(message: pb.Engagement) -> None:
 
 
 def check_num_candidates(message: pb.Impression, max_candidates: int) -> None:
-    """Raises WireError: `oversized`: there are more than `max_candidates`."""
+    """Raises WireError: `oversized`: the list has more than `max_candidates` items."""
     if len(message.item_ids) > max_candidates:
         raise WireError(
             "oversized", f"expected at most {max_candidates} candidates, got {len(message.item_ids)}"
@@ -63,6 +63,7 @@ def check_num_candidates(message: pb.Impression, max_candidates: int) -> None:
 
 
 def check_finite(name: str, values: Iterable[float]) -> None:
-    """Raises WireError: `non_finite`: a value is; the message names what `name` says."""
+    """Raises WireError: `non_finite`: a value is an infinity or NaN. `name`: what the values are, for the
+    message."""
     if not all(map(math.isfinite, values)):
         raise WireError("non_finite", f"expected finite {name}, got an infinity or NaN")

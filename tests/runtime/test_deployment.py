@@ -159,6 +159,10 @@ def test_the_redis_password_is_read_from_address_or_file(tmp_path: Path) -> None
         _ = FeaturesConfig(**common, redis="redis://h:1/0", redis_password_file=str(tmp_path)).redis_url
 
 
+def features_config(**settings: str) -> FeaturesConfig:
+    return FeaturesConfig(bootstrap="h:1", schema="s.toml", store="s", **settings)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("content", [None, "no certificate"])
 def test_a_file_of_redis_authorities_that_cannot_be_used_is_a_wrong_setting(
     tmp_path: Path, content: str | None
@@ -166,13 +170,7 @@ def test_a_file_of_redis_authorities_that_cannot_be_used_is_a_wrong_setting(
     """Otherwise the program would wait for Redis, with an error that names no file."""
     if content is not None:
         (tmp_path / "ca.pem").write_text(content)
-    config = FeaturesConfig(
-        bootstrap="h:1",
-        schema="s.toml",
-        store="s",
-        redis="rediss://h:1/0",
-        redis_ca=str(tmp_path / "ca.pem"),
-    )
+    config = features_config(redis="rediss://h:1/0", redis_ca=str(tmp_path / "ca.pem"))
     with pytest.raises(ConfigError, match=r"redis_ca.*ca\.pem"):
         _ = config.redis_url
 
@@ -180,13 +178,7 @@ def test_a_file_of_redis_authorities_that_cannot_be_used_is_a_wrong_setting(
 @pytest.mark.parametrize("content", ["", "\n"])
 def test_a_file_without_a_redis_password_is_a_wrong_setting(tmp_path: Path, content: str) -> None:
     (tmp_path / "password").write_text(content)
-    config = FeaturesConfig(
-        bootstrap="h:1",
-        schema="s.toml",
-        store="s",
-        redis="redis://h:1/0",
-        redis_password_file=str(tmp_path / "password"),
-    )
+    config = features_config(redis="redis://h:1/0", redis_password_file=str(tmp_path / "password"))
     with pytest.raises(ConfigError, match="expected a password in the first line"):
         _ = config.redis_url
 

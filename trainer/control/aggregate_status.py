@@ -25,10 +25,10 @@ def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
     """Aggregate `status` of `Controller.status`.
 
-    `trained`: requests of the model as of the last commit, so it survives restarts; `requests`: those that
-    the present worker processes have trained. `initial`: progress of the initial phase, or None. `eta_s` and
-    `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow, drift) and
-    `partitions` are as in trainer/worker_monitor.py; each partition names its `worker`."""
+    `trained`: requests that the committed model has learned from, so it survives restarts; `requests`: those
+    that the running worker processes have trained. `initial`: progress of the initial phase, or None.
+    `eta_s` and `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow,
+    drift) and `partitions` are as in trainer/worker_monitor.py; each partition names its `worker`."""
     reports = worker_reports(status)
     absent: list[Mapping[str, Any]] = [{}] * (int(status["workers"]) - len(reports))
     every = [*reports.values(), *absent]

@@ -86,7 +86,7 @@ class KafkaSecurity:
         return self.uses_sasl and self.mechanism == "OAUTHBEARER"
 
     def check_files(self) -> None:
-        """Raises ConfigError: a file can't be read; it is named."""
+        """Check that the files can be read. Raises ConfigError, which names the setting and the file."""
         for name in ("ca", "certificate", "key"):
             if (path := getattr(self, name)) and not os.access(path, os.R_OK):
                 reason = "Permission denied" if os.path.exists(path) else "No such file"
