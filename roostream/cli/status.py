@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.aggregate_status import aggregate_status, worker_reports
+from trainer.control.aggregate_status import aggregate_status, sum_of_workers, worker_reports
 from trainer.control.scrape_targets import (
     FRESHNESS_STAGES,
     UNKNOWN,
@@ -109,7 +109,7 @@ class StackMonitor:
             "trainer": trainer_state(control),
             "workers": workers_state(control),
             "readers": control.get("readers") if control else None,
-            "rows": rows_by_stack(scraped),
+            "rows": rows_by_stack(programs, scraped),
             "commit": commit_state(control),
             "freshness": freshness_state(control),
             "metrics": quality(control),
@@ -179,22 +179,18 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[
 def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     """All training workers together: the worst state, the largest lag, and `trained`, the requests of the
     model as of the last commit. `requests` and the other counts are of the present worker processes. None
-    without a controller."""
+    (`outcomes`: {}) without a controller, and for sums while a worker is not connected."""
     whole = aggregate_status(control) if control else {}
     reports = worker_reports(control).values() if control else ()
+    all_report = len(reports) == (control or {}).get("workers")
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
     lag = ("lag_ms", "lag_records", "lost_records", "watermark_ms")
     return {
         **{k: whole.get(k) for k in ("state", "initial", *lag, "step", "trained", "requests")},
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
-        **{k: _sum(report.get(k) for report in reports) for k in counted},
-        "outcomes": sum_outcomes([report.get("outcomes") or {} for report in reports]),
+        **{k: sum_of_workers(control, k) if control else None for k in counted},
+        "outcomes": sum_outcomes([report.get("outcomes") or {} for report in reports] if all_report else []),
     }
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
 
 
 def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def make_status(control: Mapping[str, Any] = CONTROL, simulate: str = "", **over
         "joiner": status.joiner_state(None, ScrapedMetrics()),
         "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
-        "rows": scrape_targets.rows_by_stack({"shard-0": rows}),
+        "rows": scrape_targets.rows_by_stack(["shard-0"], {"shard-0": rows}),
         "commit": status.commit_state(control),
         "freshness": status.freshness_state(control),
         "metrics": status.quality(control),
@@ -308,6 +308,21 @@ def test_problems_that_a_controller_reports_are_shown(
     reported: dict[str, Any], troubles: dict[str, str]
 ) -> None:
     assert unhealthy_controller(reported) == troubles
+
+
+def test_sums_over_shards_and_workers_are_unknown_while_one_does_not_answer() -> None:
+    """The sum of the others would be shown as the number of all rows, or of all trained requests."""
+    shard = scrape.parse('roostream_shard_rows{stack="d16"} 7\n')
+    answers = {"shard-0": shard, "shard-1": shard}
+    assert scrape_targets.rows_by_stack(answers, answers) == {"d16": 14}
+    assert scrape_targets.rows_by_stack(answers, {**answers, "shard-1": ScrapedMetrics()}) == {}
+    outcomes = {"taken": 3, "trained": 3}
+    report = {**CONTROL["reports"]["worker 0"], "candidates": 5, "outcomes": outcomes}
+    reports = {"worker 0": report, "worker 1": report}
+    both = status.trainer_state({**CONTROL, "workers": 2, "reports": reports})
+    assert (both["candidates"], both["outcomes"]) == (10, {"taken": 6, "trained": 6})
+    one = status.trainer_state({**CONTROL, "workers": 2, "reports": {"worker 0": report}})
+    assert (one["candidates"], one["outcomes"]) == (None, {})
 
 
 def test_lost_records_are_shown_by_program() -> None:

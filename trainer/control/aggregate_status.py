@@ -29,9 +29,7 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
     that the running worker processes have trained. `initial`: progress of the initial phase, or None.
     `eta_s` and `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow,
     drift) and `partitions` are as in trainer/worker_monitor.py; each partition names its `worker`."""
-    reports = worker_reports(status)
-    absent: list[Mapping[str, Any]] = [{}] * (int(status["workers"]) - len(reports))
-    every = [*reports.values(), *absent]
+    reports, every = worker_reports(status), _expected_reports(status)
     watches = [report.get("watch") or {} for report in every]
     slowest = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
     hold = current_hold(status)
@@ -45,12 +43,12 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
         "lag_records": _fold_known(sum, (watch.get("lag_records") for watch in watches)),
         "eta_s": max(etas, key=_eta, default=None) if all(etas) else None,
         "drain_per_s": _sum_rates([watch.get("drain_per_s") for watch in watches]),
-        "lost_records": sum(watch.get("lost_records") or 0 for watch in watches),
+        "lost_records": _fold_known(sum, (watch.get("lost_records") for watch in watches)),
         "trained": status.get("trained"),
-        "requests": _fold_known(sum, (report.get("requests") for report in every)),
+        "requests": sum_of_workers(status, "requests"),
         "step": _fold_known(max, (report.get("step") for report in every)),
         "watermark_ms": _fold_known(min, (report.get("watermark_ms") for report in every)),
-        "metrics": merge_summaries(report.get("metrics") or {} for report in reports.values()),
+        "metrics": merge_summaries(report.get("metrics") or {} for report in every) if all(every) else {},
         "quality": _quality(watches),
         "partitions": [
             {**row, "worker": key}
@@ -60,6 +58,16 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def sum_of_workers(status: Mapping[str, Any], count: str) -> float | None:
+    """Sum of one count in the reports of all workers that should train; None if one does not report it."""
+    return _fold_known(sum, (report.get(count) for report in _expected_reports(status)))
+
+
+def _expected_reports(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The report of each worker that should train; {} for one that is not connected."""
+    return [status["reports"].get(f"worker {n}", {}) for n in range(int(status["workers"]))]
+
+
 def current_hold(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """The current hold; {} if there is none."""
     holds = status.get("holds") or ()
@@ -67,7 +75,7 @@ def current_hold(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _quality(watches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The quality of the model from the reports of all workers: metrics by window and by slice are merged.
+    """The quality of the model from the workers that report: metrics by window and by slice are merged.
     The frozen copy of the model is included if all workers compare with the same version. Drift is that of
     the worker with the most."""
     shadows = [watch.get("shadow") or {} for watch in watches]

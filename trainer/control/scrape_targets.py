@@ -205,13 +205,14 @@ _LOST_RECORDS = {
 """Program → its metric of records that are gone from Kafka."""
 
 
-def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
-    """Stack → number of rows of all shards."""
+def rows_by_stack(programs: Iterable[str], scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
+    """Stack → number of rows of all shards among `programs`; {} (unknown) if one of them did not answer."""
     rows: dict[str, int] = {}
-    for name, metrics in scraped.items():
-        if name.startswith("shard-"):
-            for stack, value in metrics.by("roostream_shard_rows", "stack").items():
-                rows[stack] = rows.get(stack, 0) + int(value)
+    for name in (name for name in programs if name.startswith("shard-")):
+        if not scraped.get(name):
+            return {}
+        for stack, value in scraped[name].by("roostream_shard_rows", "stack").items():
+            rows[stack] = rows.get(stack, 0) + int(value)
     return rows
 
 

@@ -268,7 +268,8 @@ def static_files() -> dict[str, Callable[[], PageResponse]]:
 def readings(status: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, float | None]:
     """Values of one moment for the history, by name; None if unknown."""
     total = aggregate_status(status)
-    rows = [sum(shard["rows"].values()) for shard in figures["shards"].values()]
+    answers = [answer for name, answer in figures["programs"].items() if name.startswith("shard-")]
+    rows = [sum(shard["rows"].values()) for shard in figures["shards"].values()] if all(answers) else []
     return {
         **{name: total[name] for name in ("lag_ms", "lag_records")},
         **{name: total["metrics"].get(name) for name in ("ne", "auc", "request_auc", "calibration")},
@@ -434,9 +435,10 @@ def _check_training(status: Mapping[str, Any]) -> Iterator[Finding]:
     if state in _TRAINING:
         level, text = _TRAINING[state]
         yield Finding("training", level, f"{text}: {total['reason']}" if total["reason"] else text)
-    if lost := total["lost_records"]:
-        text = f"{lost:,} samples are gone from Kafka, {_WHY_GONE}; the workers' logs say which"
-        yield Finding("lost", BAD, text)
+    for name, report in worker_reports(status).items():
+        if lost := (report.get("watch") or {}).get("lost_records"):
+            text = f"{lost:,} samples of {name} are gone from Kafka, {_WHY_GONE}; its log says which"
+            yield Finding(f"lost {name}", BAD, text)
     calibration, requests = total["metrics"].get("calibration"), total["metrics"].get("requests") or 0
     is_known = calibration is not None and requests >= _MIN_REQUESTS
     if is_known and not MIN_CALIBRATION <= calibration <= MAX_CALIBRATION:

@@ -43,12 +43,21 @@ def test_values_that_not_every_worker_reports_are_unknown(workers: tuple[dict[st
 
 def test_values_are_unknown_while_a_worker_is_not_connected() -> None:
     """The sum over the others would be shown as the lag of training."""
-    both = status({**FAST, "requests": 5, "step": 2}, {**SLOW, "requests": 7, "step": 2})
-    assert aggregate_status(both)["lag_records"] == 51
+    fast, slow = ({**one, "watch": {**one["watch"], "lost_records": 3}} for one in (FAST, SLOW))
+    both = status({**fast, "requests": 5, "step": 2}, {**slow, "requests": 7, "step": 2})
+    assert [aggregate_status(both)[name] for name in ("lag_records", "lost_records")] == [51, 6]
     del both["reports"]["worker 1"]
     total = aggregate_status(both)
+    assert total["lost_records"] is None
     assert total["state"] == "unknown" and total["lag_ms"] is total["lag_records"] is total["eta_s"] is None
     assert total["requests"] is total["step"] is total["watermark_ms"] is None
+
+
+def test_metrics_are_unknown_while_a_worker_is_not_connected() -> None:
+    both = status({"metrics": {"requests": 10, "auc": 0.7}}, {"metrics": {"requests": 0}})
+    assert aggregate_status(both)["metrics"]["auc"] == 0.7, "a worker without requests has nothing to add"
+    del both["reports"]["worker 1"]
+    assert aggregate_status(both)["metrics"] == {}
 
 
 def test_workers_on_standby_are_ignored() -> None:

@@ -77,7 +77,7 @@ BAD, WARNING, UNKNOWN = Level
         (watch("blocked"), "training", BAD, "input"),
         (watch("stalled", reason="no memory"), "training", BAD, "no memory"),
         (watch("falling_behind"), "training", WARNING, "faster"),
-        (watch("caught_up", lost_records=3), "lost", BAD, "3"),
+        (watch("caught_up", lost_records=3), "lost worker 0", BAD, "3"),
         (status(MISCALIBRATED), "calibration", WARNING, "1.200"),
     ],
 )

@@ -44,6 +44,15 @@ def test_status_json_is_the_controller_s_status_plus_the_page_key(run: ReplayedR
     assert page["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
 
 
+def test_the_number_of_rows_is_unknown_while_a_shard_does_not_answer(run: ReplayedRun) -> None:
+    shards = run.page.status()["page"]["figures"]["shards"]
+    newest = run.page.status()["page"]["newest"]["values"]
+    assert newest["rows"] == sum(sum(shard["rows"].values()) for shard in shards.values()) > 0
+    run.silent_programs = frozenset({"shard-1"})
+    run.step()
+    assert run.page.status()["page"]["newest"]["values"]["rows"] is None
+
+
 def test_findings_have_a_start_time_and_their_end_is_a_change(run: ReplayedRun) -> None:
     assert run.page.status()["page"]["findings"] == []
     run.silent_programs = frozenset({"serving"})

@@ -106,7 +106,8 @@ export function rows(host, status) {
     { text: all ? `${((100 * sum(shard)) / all).toFixed(1)} %` : "–", share: sum(shard) / most },
     bytes(shard.bytes), count(shard.pulls),
   ]);
-  if (shards.length > 1) {
+  const everyAnswers = Object.entries(status.page.figures.programs).every(([name, answers]) => answers || !name.startsWith("shard-"));
+  if (shards.length > 1 && everyAnswers) {
     const total = (of) => shards.reduce((a, [, shard]) => a + (of(shard) ?? 0), 0);
     const balance = ratio(most, all / shards.length);
     lines.push(["all", ...stacks.map((stack) => count(total((s) => s.rows[stack]))), count(all), `largest ${fixed(balance, 2)} × mean`, bytes(total((s) => s.bytes)), count(total((s) => s.pulls))]);
