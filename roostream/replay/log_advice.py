@@ -8,7 +8,7 @@ from roostream.errors import nearest
 from roostream.online.counters import STATELESS_FEATURES, sources_of
 from roostream.replay.log_profile import LogProfile
 from roostream.schema.counter_declaration import SHOWN
-from roostream.schema.counter_plan import declared
+from roostream.schema.counter_plan import ITEM, REQUEST_FIELDS, declared
 from roostream.schema.schema import Schema
 
 _FAR_FROM_PRIOR = 5.0
@@ -24,7 +24,13 @@ def advice(
     `positives` is label → number of candidates with a label above 0, if the log was joined. `prior` is the
     prediction of the untrained model.
     """
-    found = [*_actions(schema, profile), *_features(schema, profile), *_tables(schema), *_lists(profile)]
+    found = [
+        *_actions(schema, profile),
+        *_features(schema, profile),
+        *_zero_ids(schema, profile),
+        *_tables(schema),
+    ]
+    found += _lists(profile)
     return found if positives is None else [*found, *_labels(schema, profile, positives, prior)]
 
 
@@ -71,6 +77,18 @@ def _features(schema: Schema, profile: LogProfile) -> Iterator[str]:
                 yield f"feature {f.name!r}: every list is empty"
 
 
+def _zero_ids(schema: Schema, profile: LogProfile) -> Iterator[str]:
+    online = {source for side in ("ro", "nro") for source in sources_of(schema, side).values()}
+    counters = [c for name, c in declared(schema).items() if name in online]
+    own = {*REQUEST_FIELDS, ITEM}  # their ids are those of the request and the candidate
+    for feature, count in profile.zero_ids().items():
+        if names := [c.name for c in counters if feature in c.entity and feature not in own]:
+            yield (
+                f"feature {feature!r} has the id 0 in {count} rows, which counters take as unknown: no "
+                f"{', '.join(names[:_MAX_NAMED])}; number its values from 1, also in requests"
+            )
+
+
 def _tables(schema: Schema) -> Iterator[str]:
     features = (*schema.ro, *schema.nro)
     used = {f.table for f in features} | {t for f in features for t in f.column_tables.values()}
@@ -84,8 +102,8 @@ def _lists(profile: LogProfile) -> Iterator[str]:
         yield f"{profile.num_with_repeats} lists show an item twice; the later position is dropped"
     if profile.num_anonymous:
         yield (
-            f"{profile.num_anonymous} impressions have neither user_id nor session_id (0 counts as none): no "
-            "history"
+            f"{profile.num_anonymous} impressions have neither user_id nor session_id, and 0 counts as none: "
+            "no history; if 0 is a user of yours, number users from 1, also in requests"
         )
 
 

@@ -3,7 +3,7 @@
 They are part of the reports of a replay and of `roostream check`, and the basis of the warnings in
 log_advice.py.
 
-Letters: n rows, F floats, K lists of a side.
+Letters: n rows, F floats, K lists of a side, L = n x K lists.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class LogProfile:
         """
         return self._sides["ro"].report() | self._sides["nro"].report()
 
+    def zero_ids(self) -> dict[str, int]:
+        """Feature of kind ids → number of rows whose first id is 0, which counters take as unknown; only
+        features with some."""
+        return self._sides["ro"].zero_ids() | self._sides["nro"].zero_ids()
+
     def report(self) -> dict[str, Any]:
         """All statistics, with stable keys."""
         lengths_N = np.repeat(list(self.lengths), list(self.lengths.values()))
@@ -93,6 +98,7 @@ class _Side:
         self.side, self._floats, self._lists = side, schema.floats(side), schema.lists(side)
         self.num_rows = 0
         self._float_sums, self._list_sums = _Coverage(len(self._floats)), _Coverage(len(self._lists))
+        self._zero_ids_K = np.zeros(len(self._lists), np.int64)
         self._waiting: list[tuple[Columns, int]] = []
         self._num_waiting = 0
 
@@ -112,6 +118,11 @@ class _Side:
                 out[f.name] = {"side": self.side, "kind": f.kind, **sums.report(i, self.num_rows)}
         return out
 
+    def zero_ids(self) -> dict[str, int]:
+        self._count()
+        counts = zip(self._lists, self._zero_ids_K.tolist(), strict=True)
+        return {f.name: count for f, count in counts if count and f.kind == "ids"}
+
     def _count(self) -> None:
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0
         if not waiting:
@@ -123,6 +134,13 @@ class _Side:
         if self._lists:
             lengths = np.concatenate([_lengths(c, n * len(self._lists)) for c, n in waiting])
             self._list_sums.add(lengths.reshape(-1, len(self._lists)))
+            for columns, _ in waiting:
+                length_L = columns.lengths.astype(np.int64)
+                has_id_L = length_L > 0
+                first_L = np.cumsum(length_L) - length_L
+                is_zero_L = np.zeros(len(length_L), np.int64)
+                is_zero_L[has_id_L] = columns.ids[first_L[has_id_L]] == 0
+                self._zero_ids_K += is_zero_L.reshape(-1, len(self._lists)).sum(axis=0)
 
 
 def _lengths(columns: Columns, count: int) -> np.ndarray:

@@ -79,6 +79,34 @@ def test_each_mistake_is_reported_in_a_sentence(
     assert any(sentence in text for text in advice_for(change, log)), advice_for(change, log)
 
 
+def test_the_id_0_of_a_field_that_counters_use_is_reported() -> None:
+    """Many logs number categories from 0, and counters would be missing for the first one."""
+    category = {"name": "category", "kind": "ids", "table": "item"}
+    change: dict[str, Any] = {
+        "nro": [*RAW["nro"], category, {"name": "by_category", "online": "by_category"}]
+    }
+    change["counter"] = [
+        {
+            "name": "by_category",
+            "entity": ["category"],
+            "event": "click",
+            "aggregation": "rate",
+            "half_life": "1h",
+        }
+    ]
+
+    def log(*ids: int) -> list[Event]:
+        values: dict[str, object] = {"category": [[id_] for id_ in ids]}
+        impression = Request("r0", 5, 0, T0, np.array([1, 2]), ro={"hour": 1.0}, nro=values)
+        return [impression, Action("r0", 5, 0, T0 + 1, 1, 1, "click")]
+
+    (sentence,) = advice_for(change, log(0, 3))
+    assert "feature 'category' has the id 0 in 1 rows" in sentence and "by_category" in sentence
+    assert advice_for(change, log(1, 3)) == []
+    without_counter = {"nro": [*RAW["nro"], category]}
+    assert advice_for(without_counter, log(0, 3)) == []
+
+
 def test_a_label_that_was_never_positive_is_reported_when_the_log_is_joined() -> None:
     assert advice_for({}, events()) == []
     (sentence,) = advice_for({}, events(), {"click": 0})
