@@ -16,7 +16,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from serving.errors import RequestError
+from serving.errors import RequestError, shown
 from serving.http.admission import RETRY_AFTER_S
 
 MAX_HEAD_BYTES = 32 << 10  # request line and headers
@@ -197,10 +197,14 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         names = [name for name, _ in self.headers]
         num_hosts = names.count(b"host")
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if num_hosts > 1 or (num_hosts == 0 and self._version == b"1.1"):  # RFC 9112, section 3.2
             self.refuse(RequestError(400, f"expected one Host header, got {num_hosts}"))
         elif repeated := next((name for name in _SINGLE if names.count(name) > 1), b""):
             self.refuse(RequestError(400, f"expected one header {repeated.decode()}, got several"))
+        elif codings and codings != [b"chunked"]:  # httptools would pass on a body that is still encoded
+            got = shown(b", ".join(codings).decode("latin-1"))
+            self.refuse(RequestError(400, f"expected the Transfer-Encoding 'chunked', got {got!r}"))
         elif size > MAX_HEAD_BYTES:
             self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
         elif len(self.pipeline) >= MAX_PIPELINED:

@@ -213,6 +213,22 @@ def test_a_request_has_one_host(tmp_path: Path, version: str, num_hosts: int, ex
 
 
 @pytest.mark.parametrize(
+    ("coding", "expected"),
+    [("chunked", 200), ("Chunked", 200), ("gzip, chunked", 400), ("identity, chunked", 400)],
+)
+def test_a_transfer_encoding_other_than_chunked_is_refused(
+    tmp_path: Path, coding: str, expected: int
+) -> None:
+    """The body would reach the routes as it was encoded, and a proxy could decode it to another request."""
+    lines = ["GET /healthz HTTP/1.1", "host: x", f"transfer-encoding: {coding}", "connection: close", ""]
+    with start_live_serving(tmp_path) as live, live.connect() as connection:
+        connection.sendall("\r\n".join([*lines, "0", "", ""]).encode())
+        status, answer = read_answer(connection)
+    assert status == expected
+    assert (b"expected the Transfer-Encoding 'chunked'" in answer) == (expected == 400)
+
+
+@pytest.mark.parametrize(
     "header", ["authorization", "content-encoding", "content-type", "x-deadline-ms", "X-Model-Version"]
 )
 def test_a_header_with_one_meaning_is_given_once(tmp_path: Path, header: str) -> None:
