@@ -57,7 +57,7 @@ class WindowedMetrics:
         if not len(kept_B):
             return
         self._drop_old(watermark_ms)
-        partitions, partition_B = np.unique(at_B[kept_B], return_inverse=True)
+        partitions, partition_B = _distinct(at_B[kept_B])
         rates = [self.cells.rates_T((partition, f"/{ALL}", "", 0)) for partition in partitions.tolist()]
         base_BT = np.stack(rates)[partition_B]
         score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
@@ -168,7 +168,7 @@ class _CountedCandidates(NamedTuple):
             bucket_B = bucket_B - (now - PARTS)
         value_E = np.zeros(len(candidate_E), dtype=np.int64) if value_B is None else value_B[candidate_E]
         code_E = (self.partition_B[candidate_E] * len(names) + value_E) * (PARTS + 2) + bucket_B[candidate_E]
-        codes, key_E = np.unique(code_E, return_inverse=True)
+        codes, key_E = _distinct(code_E)
         first = 0 if window == ALL else now - PARTS
         keys: list[Key] = []
         for code in codes.tolist():
@@ -176,6 +176,12 @@ class _CountedCandidates(NamedTuple):
             partition, value = divmod(rest, len(names))
             keys.append((self.partitions[partition], what, names[value], bucket + first))
         return _CellEntries(keys, key_E, candidate_E)
+
+
+def _distinct(code_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique of small numbers from 0 with its inverse, without a sort."""
+    is_used = np.bincount(code_N) > 0
+    return np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[code_N]
 
 
 def _window_of(key: Key) -> str:
