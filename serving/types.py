@@ -72,7 +72,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     """The query parameters of rank."""
 
     append: Annotated[bool, described("a page that adds candidates to an earlier request")] = False
-    ranked: Annotated[bool, described("the answer has `ranked`: item ids, first slot first")] = False
+    ranked: Annotated[bool, described("the JSON answer has `ranked`: item ids, first slot first")] = False
     top: Annotated[
         int,
         limits(

@@ -190,6 +190,9 @@ def add_rank_route(traffic: Traffic) -> None:
         scope = request.scope
         options = parse_rank_options(scope["query_string"])
         media = request_media_type(scope, (JSON, PROTOBUF))
+        if options.ranked and prefers(scope, PROTOBUF):
+            message = "expected no ?ranked=true with an answer in protobuf, which has `order` only"
+            raise RequestError(400, message, "?ranked")
         body = await bodies.read(request, scope[UNTIL_S])
         begin_s = time.perf_counter()
         parsed = parse_impression(schema, body) if media == PROTOBUF else parser.parse(body)

@@ -184,6 +184,10 @@ def test_query_options_are_validated_like_fields(client: Client) -> None:
     for query, text in bad:
         answer = http.post(f"/v1/rank?{query}", json=BODY)
         assert answer.status_code == 400 and text in answer.json()["error"]["message"]
+    accepts = {"accept": "application/x-protobuf"}
+    answer = http.post("/v1/rank?ranked=true", json=BODY, headers=accepts)
+    assert answer.status_code == 400 and "protobuf" in answer.json()["error"]["message"]
+    assert not serving.records()
     assert http.post("/v1/rank?append=true", json=BODY).is_success
     assert not wire.decode(serving.records()[0].value)[1].HasField("ro"), (
         "a later page is logged without request-only features"
