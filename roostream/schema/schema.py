@@ -166,7 +166,7 @@ class Transform(Settings):
 
     output: str = setting(help="name of the derived float; the name of the input replaces it")
     input: str = setting(help="a declared float, or the output of an earlier transform")
-    op: Op = setting(help="log1p | clip | standardize | rank | share")
+    op: Op = setting(help="log1p | log | clip | standardize | rank | share")
     low: float = setting(0.0, "clip: lower bound", ge=-_MAX_FLOAT, le=_MAX_FLOAT)
     high: float = setting(1.0, "clip: upper bound", ge=-_MAX_FLOAT, le=_MAX_FLOAT)
     mean: float = setting(0.0, "standardize: (x - mean) / std", ge=-_MAX_FLOAT, le=_MAX_FLOAT)

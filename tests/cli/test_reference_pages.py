@@ -71,12 +71,29 @@ def test_metrics_are_listed_with_labels_and_meaning() -> None:
     text = metrics_page()
     assert "| `roostream_worker_outcomes_total` | `outcome` | requests by outcome |" in text
     assert "| `roostream_joiner_outputs_total` | `topic`, `reason` | records written |" in text
+    assert "| `roostream_worker_slice_ne` | `slice`, `value`, `task` | normalized entropy |" in text
+    assert "| `roostream_shard_call_seconds` | `stage` | time to answer a call |" in text
+    assert "| `roostream_auditor_actions` | `action` | engagements by action |" in text
+    assert "| `roostream_simulator_click_rate` | `order`, `window` |" in text
+    assert "| `roostream_simulator_requests_total` |  | simulated requests |" in text
+    assert "| `roostream_auditor_model_quality` | `metric`, `of` |" in text
     dashboards = (Path(__file__).resolve().parents[2] / "infra" / "dashboards").glob("*.json")
     shown = {
         n for f in dashboards for n in re.findall(r"\broostream_[a-z0-9_]+", f.read_text(encoding="utf-8"))
     }
     names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_a_metric_is_listed_once_in_a_program_and_only_where_it_is_declared() -> None:
+    sections = metrics_page().split("\n## ")[1:]
+    listed = {
+        section.split("\n")[0]: re.findall(r"^\| `(\w+)`", section, re.MULTILINE) for section in sections
+    }
+    assert all(len(names) == len(set(names)) for names in listed.values())
+    assert (
+        "roostream_shard_rows" in listed["param_server"] and "roostream_shard_rows" not in listed["trainer"]
+    )
 
 
 def test_the_messages_page_contains_the_protobuf_file() -> None:

@@ -10,6 +10,7 @@ import pytest
 from infra.home import Home
 from roostream.cli.stack_commands import (
     absolute_location,
+    describe_endpoints,
     last_schema,
     restarting_programs,
     settled_programs,
@@ -33,6 +34,21 @@ def test_a_restarting_program_is_shown_with_its_last_error_and_its_log() -> None
     lines = restarting_programs(programs)
     assert [line.split()[0] for line in lines] == ["waiting", "starting"]
     assert all("store s3://b is away" in line and "/h/logs/a.log" in line for line in lines)
+
+
+def test_the_addresses_of_a_stack_are_shown_with_that_of_kafka_which_other_commands_need() -> None:
+    stack = {
+        "kafka": "127.0.0.1:9",
+        "serving": "http://s",
+        "flink": "http://f",
+        "home": "/h",
+        "schema": "/s.toml",
+    }
+    lines = describe_endpoints(
+        {**stack, "programs": {"controller": {"metrics": "http://c/metrics", "pid": 1}}}
+    )
+    shown = dict(line.split(maxsplit=1) for line in lines if len(line.split()) == 2)
+    assert shown["Kafka"] == "127.0.0.1:9" and shown["page"] == "http://c/"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Imports go one way: a package imports only the packages listed for it, and no modules form a cycle.
 
-roostream.schema <- wire <- runtime <- online <- models, warehouse <- replay
+roostream.schema <- wire <- runtime, online <- models, warehouse, replay
 
-roostream <- joiner, param_server <- trainer, serving <- infra, roostream.cli
+roostream <- joiner, param_server <- trainer, serving <- infra <- roostream.cli
 """
 
 from __future__ import annotations

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from infra import jars, machine_checks, precompile, prepare
 from infra.jars import Jar
+from infra.options import ROOT
 from roostream.errors import ConfigError, SetupError
 
 CONTENT = b"a jar"
@@ -35,6 +40,32 @@ def test_too_little_memory_is_refused(tmp_path: Path) -> None:
     meminfo.write_text("MemTotal:        3900000 kB\n")
     with pytest.raises(SetupError, match="memory"):
         machine_checks.require_memory(meminfo=meminfo)
+
+
+@pytest.mark.parametrize(
+    ("packages", "free_gb", "is_refused"), [("", 8, False), ("dev", 8, True), ("", 6, True)]
+)
+def test_set_up_is_refused_without_room_for_its_packages(
+    packages: str, free_gb: int, is_refused: bool, tmp_path: Path
+) -> None:
+    """All packages of `make setup-dev` take 7.6 GB, those of the demo 6. The download itself is not tried."""
+    bin_folder, tools = tmp_path / "bin", tmp_path / ".tools" / "bin"
+    for folder in (bin_folder, tools, tmp_path / "infra"):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / "infra" / "setup.sh", tmp_path / "infra")
+    for name in ("requirements.lock", "requirements-dev.lock", "pyproject.toml"):
+        (tmp_path / name).touch()
+    for program, text in (
+        (bin_folder / "df", f"printf 'head\\n/dev/x 0 0 {free_gb}000000 0%% /\\n'"),
+        (tools / "uv", 'echo "uv 0.13.8"; [ "$1" = --version ]'),
+    ):
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", tmp_path / "infra" / "setup.sh", packages], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and ("free disk" in done.stderr) is is_refused, done.stderr
 
 
 def fetch(content: bytes) -> jars.Fetch:
