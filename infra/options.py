@@ -176,7 +176,8 @@ _SAVED_FIELDS = (
 
 def save_options(home: Path, options: StackOptions) -> None:
     """Store the options in the home, so that `up --home` continues with them. Files in the home are named
-    relative to it, because a home may be moved. Raises OSError if the file can't be written."""
+    relative to it, because a home may be moved. Raises OSError if the file can't be written: the old one
+    stays."""
     root = os.path.abspath(home)
 
     def relative(path: str) -> str:
@@ -185,10 +186,11 @@ def save_options(home: Path, options: StackOptions) -> None:
     table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
     table["schema"] = relative(table["schema"])
     table["overrides"] = _with_models(table["overrides"], relative)
-    file = home / OPTIONS_FILE
-    file.touch(mode=0o600)
-    file.chmod(0o600)  # an override may contain a password
-    file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    temporary = home / f"{OPTIONS_FILE}.new"
+    temporary.touch(mode=0o600)
+    temporary.chmod(0o600)  # an override may contain a password
+    temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, home / OPTIONS_FILE)
 
 
 def load_saved_options(home: Path) -> StackOptions | None:

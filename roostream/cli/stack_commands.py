@@ -20,10 +20,11 @@ import click
 from click.core import ParameterSource
 
 from infra.child_logs import last_lines, rotate
-from infra.home import Home
+from infra.home import FOLDERS, Home
 from infra.machine_checks import require_disk
-from infra.options import StackOptions, load_saved_options, save_options
+from infra.options import OPTIONS_FILE, StackOptions, load_saved_options, save_options
 from infra.options import demo as demo_options
+from infra.program_specs import find_spec
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
 from roostream.cli.options import (
@@ -43,6 +44,10 @@ from roostream.schema.schema_file import load_schema
 Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
 _UP_LOG_BYTES = 1 << 20
+_OTHERS_IN_HOME = (
+    *("stack.json", "stack.json.new", OPTIONS_FILE, f"{OPTIONS_FILE}.new", "simulate.json"),
+    *("kafka", "redis", "flink", "warehouse"),
+)
 _FILES = ("model", "items", "keys_file", "admin_token_file")
 _ALWAYS_GIVEN = ("ports", "sets", "schema")
 
@@ -305,15 +310,15 @@ def down(home: Path) -> None:
 @home_option
 @click.option("--yes", is_flag=True, help="do not ask for confirmation")
 def reset(home: Path, yes: bool) -> None:
-    """Delete a stopped stack with its data, checkpoints and logs.
+    """Delete a stopped stack with its data, checkpoints and logs. Other files in the folder are kept.
 
     \b
     Example:
       roostream reset --home .roostream --yes
     """
-    if not yes:
-        click.confirm(f"Delete {home.absolute()} with all data, checkpoints and logs?", abort=True)
     place = Home(home)
+    if not yes:
+        click.confirm(f"Delete the stack in {place.root}: all data, checkpoints and logs?", abort=True)
     if not place.root.exists():
         print(f"there is no home {place.root}; nothing to delete")
         return
@@ -325,14 +330,30 @@ def reset(home: Path, yes: bool) -> None:
     place.run.mkdir(exist_ok=True)  # a reset that was interrupted may have deleted it
     place.lock()
     place.end_leftovers()
-    place.unlock()
-    for entry in place.root.iterdir():
+    entries = [entry for entry in place.root.iterdir() if _is_written_by_stack(entry.name)]
+    last = (place.run, place.stack_json)  # the lock, and what tells that this is a home
+    for entry in sorted(entries, key=lambda entry: (entry in last, entry == place.stack_json)):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry != place.stack_json:  # it goes last: without it, nothing tells that this is a home
+        else:
             entry.unlink()
-    shutil.rmtree(place.root)
+    place.unlock()
+    if kept := sorted(entry.name for entry in place.root.iterdir()):
+        shown = ", ".join(kept[:5]) + (", …" if len(kept) > 5 else "")
+        print(printable(f"deleted the stack in {place.root}; kept {shown}, which no stack has written"))
+        return
+    place.root.rmdir()
     print(f"deleted {place.root}")
+
+
+def _is_written_by_stack(name: str) -> bool:
+    """Whether a stack, a training or a replay writes an entry of this name into its home."""
+    if name in (*FOLDERS, *_OTHERS_IN_HOME):
+        return True
+    try:
+        return bool(find_spec(name))  # the folder of a program, such as shard-0
+    except ConfigError:
+        return False
 
 
 def describe_endpoints(stack: Mapping[str, Any]) -> list[str]:

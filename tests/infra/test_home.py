@@ -114,11 +114,24 @@ def test_only_a_home_folder_is_deleted(tmp_path: Path) -> None:
 
 def test_an_interrupted_reset_can_be_repeated(home: Home) -> None:
     home.write_stack({"programs": {}})
-    (home.root / "notes").write_text("x")
-    (home.root / "elsewhere").symlink_to(home.root.parent)
+    (home.root / "shard-1" / "segments").mkdir(parents=True)
+    (home.root / "warehouse").symlink_to(home.root.parent)
     home.run.rmdir()
     assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
     assert not home.root.exists() and home.root.parent.exists()
+
+
+def test_files_that_no_stack_has_written_are_kept(home: Home) -> None:
+    home.write_stack({"programs": {}})
+    programs = ("shard-0", "worker", "worker-1", "serving-1", "joiner", "auditor", "archiver")
+    for name in (*programs, "kafka", "redis", "flink", "warehouse", "store"):
+        (home.root / name / "data").mkdir(parents=True)
+    own = ("log.jsonl", "schema.toml", "model.toml", "shards", "worker.py", "serving-one")
+    for name in own:
+        (home.root / name).write_text("of the user")
+    result = CliRunner().invoke(reset, ["--home", str(home.root), "--yes"])
+    assert result.exit_code == 0 and "log.jsonl" in result.output
+    assert sorted(path.name for path in home.root.iterdir()) == sorted(own)
 
 
 def test_a_full_disk_can_be_cleared(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,10 +60,11 @@ def test_a_kept_home_continues_with_the_settings_of_the_replay_but_default_limit
     )
     home = tmp_path / "home"
     home.mkdir()
+    (home / "schema.toml").write_text("of the user")
     found = options_for_up(replay_config, stack_options(replay_config, home), home)
+    assert (home / "schema.toml").read_text() == "of the user"
     assert (
-        found.schema == home / "schema.toml"
-        and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
+        found.schema.is_relative_to(home) and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
     )
     assert found.overrides["joiner"] == {"window_ms": 60_000, "lateness_ms": 2000, "linger_ms": 1000}
     assert found.overrides["worker"] == {"threads": 1, "model": "", "seed": 3}
