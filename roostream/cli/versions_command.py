@@ -18,6 +18,7 @@ import click
 from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
 from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
+from roostream.runtime.direct_http import open_direct
 from roostream.runtime.tls import no_password
 
 _TIMEOUT_S = 10.0
@@ -129,7 +130,7 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})
     context = admin.context()
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
+        with open_direct(request, _TIMEOUT_S, context) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
