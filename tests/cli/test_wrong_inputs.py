@@ -207,6 +207,15 @@ def test_characters_that_a_terminal_cannot_show_are_escaped(folder: Path) -> Non
     assert b"requests" in done.stdout and done.stdout.isascii() and b"Traceback" not in done.stderr
 
 
+def test_a_limit_of_file_sizes_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    command = f"ulimit -f 8; exec {sys.executable} -m roostream.cli.main init shop"
+    done = subprocess.run(
+        ("bash", "-c", command), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert (done.returncode, b"ulimit -f" in done.stderr, b"Traceback" in done.stderr) == (2, True, False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_port_in_use_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@ in one sentence."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import json
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
+from roostream.cli.init import init_command
 from roostream.cli.init.init_command import init
 from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
@@ -74,6 +76,22 @@ def test_a_sample_log_is_written_with_its_schema_and_model_and_never_replaced() 
     assert "roostream replay jsonl --schema shop/schema.toml" in output and "roostream up" in output
     with pytest.raises(ConfigError, match="not replaced"):
         run("shop", "--requests", "200")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_init_leaves_nothing_and_can_be_repeated(
+    error: BaseException, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(init_command, "detect_log", fail)  # after the sample log was written
+        with contextlib.suppress(KeyboardInterrupt):
+            assert CliRunner().invoke(init, ["shop", "--requests", "200"]).exit_code != 0
+    assert list(in_folder.iterdir()) == []
+    run("shop", "--requests", "200")
+    assert sorted(path.name for path in Path("shop").iterdir()) == ["log.jsonl", "model.toml", "schema.toml"]
 
 
 def test_actions_of_the_sample_log_can_be_chosen() -> None:
