@@ -102,6 +102,12 @@ class StackOptions(Settings):
         for key, address in (("kafka", self.kafka), ("redis", self.redis)):
             if address:
                 check_addresses(key, *address.split(","))
+            if address and key in self.ports:
+                raise setting_error("ports", f"no port of {key}, which is at {address}", key)
+        shards = [f"shard-{index}" for index in range(self.num_shards)]
+        for name in self.ports:
+            if name.startswith("shard-") and name not in shards:
+                raise setting_error("ports", f"a shard from {shards[0]} to {shards[-1]}", name)
         check_num_auditors(self.num_auditors, self.partitions)
         if self.max_readers and self.max_readers < self.min_readers:
             raise setting_error(

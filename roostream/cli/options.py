@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from infra.options import DEFAULT_HOME
 from infra.program_specs import find_spec
@@ -80,6 +81,20 @@ def with_options(*options: Any) -> Any:
         return command
 
     return decorate
+
+
+def refuse_given(names: Iterable[str], without: str) -> None:
+    """Refuse options of the running command that mean nothing here. `names`: of their parameters. `without`:
+    the option that they belong to, which was not given.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not ParameterSource.DEFAULT:
+            raise ConfigError(f"{option.opts[0]} is only used with {without}; give that too, or remove it")
 
 
 class FiniteRange(click.FloatRange):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
+from roostream.cli.options import CommandGroup, NonEmptyPath, refuse_given, with_options
 from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
 from roostream.runtime.direct_http import open_direct
@@ -60,6 +60,8 @@ def admin_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def call(admin: str, token_file: Path, ca: str, certificate: str, **arguments: Any) -> None:
+        if not ca:  # else the token would go over a connection without TLS
+            refuse_given(("certificate",), "--ca")
         command(AdminInterface(admin, token_file, ca, certificate), **arguments)
 
     return with_options(

@@ -30,6 +30,8 @@ FILES = {
 LOG = ("--schema", SHOP, "--log", "log.jsonl")
 REPLAY = ("replay", "jsonl", *LOG, "--engine", "local")
 TABLE = ("--impressions", "x.parquet", "--engagements", "x.parquet")
+ADMIN = ("versions", "list", "--admin", "127.0.0.1:1", "--token-file", "map.toml")
+PLACEMENT = ("placement", "plan", "--store", "nothere", "--schema", SHOP, "--owners", "2")
 WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then the command
     ("no such file", "check", "--schema", "nothere.toml", "--log", "log.jsonl"),
     ("no such file", "check", "--schema", SHOP, "--log", "nothere.jsonl"),
@@ -89,7 +91,18 @@ WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then t
     ("worker-N or shard-N", "drain", "nobody", "--home", "nothere"),
     ("worker-N or shard-N", "drain", "worker-" + "9" * 20, "--controller", "127.0.0.1:1"),
     ("expected an address", "audit", "--kafka", "nohost"),
-    ("(Connection refused)", "versions", "list", "--admin", "127.0.0.1:1", "--token-file", "map.toml"),
+    ("--prefix is only used with --kafka", "audit", "--home", "nothere", "--prefix", "site."),
+    ("--partitions is only used with --kafka", "audit", "--home", "nothere", "--partitions", "4"),
+    ("--link is only used with --controller", "scale", "--workers", "2", "--link", "map.toml"),
+    ("--link is only used with --controller", "trainer", "release", "--link", "map.toml"),
+    ("--features is only used with", "inspect", "session", "--leases", "nothere", "--features", "a"),
+    ("--certificate is only used with --ca", *ADMIN, "--certificate", "x.pem"),
+    ("--module is only used with --write-torchrec", *PLACEMENT, "--module", "a.b"),
+    ("shard-0 to shard-1", "up", "--home", "home", "--port", "shard-2=8080"),
+    ("shard-0 to shard-1", "up", "--home", "home", "--port", "shard-one=8080"),
+    ("no port of kafka", "up", "--home", "home", "--kafka", "127.0.0.1:1", "--port", "kafka=8080"),
+    ("expected a path, got ''", "train", "--warehouse", "w", "--schema", SHOP, "--home", ""),
+    ("(Connection refused)", *ADMIN),
     ("expected an address", "trainer", "release", "--controller", "nothost"),
     ("--kafka: expected an address", "topics", "create", "--kafka", "nohost"),
     ("expected a duration", "topics", "keep", "5x", "--kafka", "127.0.0.1:1"),

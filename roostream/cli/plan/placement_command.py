@@ -37,7 +37,15 @@ from roostream.cli.checkpoint import move_buckets
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.checkpoint.checkpoints import schema_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards, bytes_by_bucket, newest_commit
-from roostream.cli.options import CommandGroup, FiniteRange, Location, NonEmptyPath, json_option, with_options
+from roostream.cli.options import (
+    CommandGroup,
+    FiniteRange,
+    Location,
+    NonEmptyPath,
+    json_option,
+    refuse_given,
+    with_options,
+)
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
 from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
 from roostream.runtime.bucket_map import BucketMap, moved
@@ -159,6 +167,8 @@ def plan_command(
       roostream placement plan --store … --schema … --owners 2 --collection rows.safetensors --write-torchrec
       plan.json
     """
+    if torchrec is None:
+        refuse_given(("module",), "--write-torchrec")
     if collection is not None:
         given["row_texts"] = (*_rows_of(collection, given["schema"]), *given["row_texts"])
     tables, why, found = _plan(**given, whole_or_all=torchrec is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -62,7 +61,7 @@ def _summary(report: dict[str, Any]) -> str:
 train = MultiValueCommand(
     "train",
     params=settings_flags(TrainConfig),
-    callback=lambda **given: sys.exit(run(TrainConfig(**{**given, "home": str(Path(given["home"]))}))),
+    callback=lambda **given: sys.exit(run(TrainConfig(**given))),
     help="""Train a model from the warehouse, without Kafka.
 
     One worker runs in this process, several run in processes of their own. With --rows torchrec they also
