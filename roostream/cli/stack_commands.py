@@ -117,7 +117,8 @@ def build_options(
 def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, **options: Any) -> None:
     """Start a stack in the background, without simulated users.
 
-    In the home of a finished replay, the stack starts with the replay's settings.
+    In the home of a finished replay, the stack starts with the replay's settings. Exit code 1: a program was
+    not ready in time, or training is held; the stack runs on.
 
     \b
     Example:
@@ -172,7 +173,8 @@ def last_schema(place: Home) -> Path | None:
 def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     """Run `roostream up --foreground` in the background and wait until all programs are ready.
 
-    Returns 1 if no further program became ready for `wait_s`; a busy machine may need a while for each.
+    Returns 1 if no further program became ready for `wait_s`, because a busy machine may need a while for
+    each, or if training is held.
 
     Raises:
         SetupError: a program failed, or the stack ended.
@@ -235,7 +237,11 @@ def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], log_start: 
                 print(printable(line), flush=True)
         if programs and len(settled) == len(programs):
             print("\n".join(describe_endpoints(stack or {})))
-            return 0
+            held = [name for name, entry in programs.items() if entry["state"] == "held"]
+            if held:
+                text = f"training is held, so {', '.join(held)} does not run"
+                print(f"{text}; `roostream status {place.option}` says why", file=sys.stderr)
+            return 1 if held else 0
         if len(settled) > num_settled:
             num_settled, grown_s = len(settled), time.monotonic()
         if time.monotonic() >= grown_s + wait_s:
