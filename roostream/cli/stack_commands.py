@@ -183,8 +183,8 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     place.check_path()
     require_disk(place.root)
     place.make()
-    if place.is_locked():
-        place.lock()  # raises, and names the process that holds the lock
+    with place.locked():
+        pass  # no stack runs here; else the error names its process
     output = place.log("up")
     rotate(output, _UP_LOG_BYTES)
     with output.open("ab") as log:

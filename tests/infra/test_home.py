@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +157,16 @@ def test_a_running_home_is_not_deleted(home: Home) -> None:
     assert CliRunner().invoke(reset, command).exit_code == 0
     assert not home.root.exists()
     assert CliRunner().invoke(reset, command).exit_code == 0
+
+
+def test_a_status_at_the_same_moment_does_not_keep_a_stack_from_starting(home: Home) -> None:
+    (home.run / "lock").touch()
+    with (home.run / "lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `is_locked` does, for longer
+        threading.Timer(0.02, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        home.lock()
+    assert Home(home.root).is_locked()
+    home.unlock()
 
 
 def test_a_home_with_an_unreadable_lock_does_not_count_as_free(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -333,19 +334,18 @@ def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bo
     place = Home(home)
     opened = opened_store(home, store)
     _number(opened, seq)
-    if not store and place.is_locked():
-        raise SetupError(f"a stack runs in {place.root}; stop it with `roostream down {place.option}` first")
-    newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
-    if not newer and incarnation <= manifests.newest_incarnation(opened):
-        click.echo(f"commit {seq} is already the newest")
-        return
-    click.echo(
-        f"{len(newer)} commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ "
-        "until new commits follow):"
-    )
-    for name, text in commit_rows(newer):
-        click.echo(f"  {name}: {text}")
-    if not yes:
-        click.confirm("Discard them?", abort=True)
-    gone = manifests.discard_after(opened, seq, above=incarnation)
-    click.echo(f"commit {seq} is the newest now; {len(gone)} discarded")
+    with contextlib.nullcontext() if store else place.locked():  # no stack starts meanwhile
+        newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
+        if not newer and incarnation <= manifests.newest_incarnation(opened):
+            click.echo(f"commit {seq} is already the newest")
+            return
+        click.echo(
+            f"{len(newer)} commits are newer than {seq} and will be discarded (kept in "
+            f"{manifests.DISCARDED}/ until new commits follow):"
+        )
+        for name, text in commit_rows(newer):
+            click.echo(f"  {name}: {text}")
+        if not yes:
+            click.confirm("Discard them?", abort=True)
+        gone = manifests.discard_after(opened, seq, above=incarnation)
+        click.echo(f"commit {seq} is the newest now; {len(gone)} discarded")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infra.home import Home
 from param_server.embedding_table import Keys
 from param_server.key_value_store import RocksDbStore
 from param_server.segment_copies import SegmentCopies
@@ -463,29 +464,31 @@ def _import(
     update: UpdateProgress,
 ) -> Manifest:
     expect_empty(store, home, manifest.shards)
-    schema, store_id = schema_of(source, manifest), create_store(store)
-    states, on_part = {}, _counts_parts(manifest, update)
-    for index in manifest.shards:
-        with _rows_of(source, manifest, schema, index, source_home) as (segments, state):
-            if home is None:
-                states[index] = _send_all(segments, state, store, index, on_part)
-            else:
-                copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id, on_part)
-                states[index] = tuple(segment._replace(copy=None) for segment in state)
-    register(store, schema)
-    for file in manifest.files.values():
-        store.put(file.name, manifests.read_file(source, file))
-        on_part()
-    newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
-    # Row versions continue above those of the other cluster.
-    store.put(f"{manifests.INCARNATIONS}/{newest:08d}", b"{}")
-    imported = without_offsets(_with_segments(manifest, states))
-    if not store.create(imported.name, imported.encode()):
-        raise SetupError(
-            f"expected a store without commits, but {imported.name} was just created; stop the trainer "
-            "that runs there"
-        )
-    return imported
+    with Home(home).locked() if home else contextlib.nullcontext():  # no stack starts there meanwhile
+        expect_empty(store, home, manifest.shards)
+        schema, store_id = schema_of(source, manifest), create_store(store)
+        states, on_part = {}, _counts_parts(manifest, update)
+        for index in manifest.shards:
+            with _rows_of(source, manifest, schema, index, source_home) as (segments, state):
+                if home is None:
+                    states[index] = _send_all(segments, state, store, index, on_part)
+                else:
+                    copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id, on_part)
+                    states[index] = tuple(segment._replace(copy=None) for segment in state)
+        register(store, schema)
+        for file in manifest.files.values():
+            store.put(file.name, manifests.read_file(source, file))
+            on_part()
+        newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
+        # Row versions continue above those of the other cluster.
+        store.put(f"{manifests.INCARNATIONS}/{newest:08d}", b"{}")
+        imported = without_offsets(_with_segments(manifest, states))
+        if not store.create(imported.name, imported.encode()):
+            raise SetupError(
+                f"expected a store without commits, but {imported.name} was just created; stop the trainer "
+                "that runs there"
+            )
+        return imported
 
 
 def expect_empty(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infra.home import Home
 from infra.options import StackOptions, demo, save_options
 from param_server.embedding_table import Keys
 from param_server.initial_rows import initial_rows
@@ -298,17 +299,19 @@ def import_collection(
     blocks = _blocks(collection.rows, ids, new)
     tensors, taken = _dense(collection.others, new)
     expect_empty(store, home, indices)
-    store_id = create_store(store)
-    register(store, new.schema)
-    shards = {index: _write_shard(blocks, index, home, new, store_id) for index in indices}
-    save_options(home, new.options)
-    store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
-    manifest = _manifest(store, tensors, shards, new)
-    if not store.create(manifest.name, manifest.encode()):
-        raise SetupError(
-            f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
-            "that runs there"
-        )
+    with Home(home).locked():  # no stack starts there meanwhile
+        expect_empty(store, home, indices)
+        store_id = create_store(store)
+        register(store, new.schema)
+        shards = {index: _write_shard(blocks, index, home, new, store_id) for index in indices}
+        save_options(home, new.options)
+        store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
+        manifest = _manifest(store, tensors, shards, new)
+        if not store.create(manifest.name, manifest.encode()):
+            raise SetupError(
+                f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
+                "that runs there"
+            )
     num_rows = sum(map(len, collection.rows.values()))
     weights = sum(name.startswith("model.") for name in tensors)
     return CollectionImport(num_rows, len(collection.rows), taken, weights)

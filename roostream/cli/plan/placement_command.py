@@ -450,7 +450,7 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
     """
     after, opened = _read_map(map_file), opened_store(home, store)
     move_buckets.check_move(move_buckets.newest_commit(opened).manifest, after)
-    with _committed(opened, home, 0 if dry_run else after.num_owners) as committed:
+    with _committed(opened, home, 0 if dry_run else after.num_owners) as committed, Home(home).locked():
         rows = list(
             _describe_moves(committed.manifest.owners, after, move_buckets.bytes_by_bucket(committed))
         )

@@ -7,11 +7,14 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from infra.home import Home
 from param_server.key_value_store import RocksDbStore
 from roostream.cli.checkpoint import checkpoints
 from roostream.cli.main import cli
@@ -230,6 +233,30 @@ def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:
     assert manifests.numbers(home.store) == [1] and restore_rows(home.root) == home.states[1]
     assert home.store.list("discarded") == ["discarded/00000002", "discarded/00000003"]
     assert manifests.next_seq(home.store) == 4, "commit numbers are never used again"
+
+
+def test_no_stack_can_start_while_a_home_is_rolled_back_or_imported_into(
+    home: OneShardHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack that starts while a person reads the question would train on, and what it trains be lost."""
+    locked: list[bool] = []
+
+    def ask(*_: object, **__: object) -> None:
+        locked.append(Home(home.root).is_locked())
+
+    monkeypatch.setattr(click, "confirm", ask)
+    assert run_command("rollback", "--home", home.root, 1)[0] == 0
+    run_command("export", "--home", home.root, "--to", tmp_path / "copy")
+    copy_segments = checkpoints.copy_segments
+
+    def copy(*arguments: Any) -> list[str]:
+        locked.append(Home(tmp_path / "other").is_locked())
+        return copy_segments(*arguments)
+
+    monkeypatch.setattr(checkpoints, "copy_segments", copy)
+    run_command("import", "--from", tmp_path / "copy", "--home", tmp_path / "other")
+    assert locked == [True, True]
+    assert not Home(home.root).is_locked() and not Home(tmp_path / "other").is_locked()
 
 
 def test_rollback_to_the_newest_or_a_missing_commit_changes_nothing(home: OneShardHome) -> None:
