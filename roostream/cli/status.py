@@ -109,7 +109,7 @@ class StackMonitor:
             "trainer": trainer_state(control),
             "workers": workers_state(control),
             "readers": control.get("readers") if control else None,
-            "rows": rows_by_stack(scraped),
+            "rows": rows_by_stack(programs, scraped),
             "commit": commit_state(control),
             "freshness": freshness_state(control),
             "metrics": quality(control),
@@ -181,20 +181,21 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     model as of the last commit. `requests` and the other counts are of the present worker processes. None
     without a controller."""
     whole = aggregate_status(control) if control else {}
-    reports = worker_reports(control).values() if control else ()
+    reports = list(worker_reports(control).values()) if control else []
+    is_complete = control and len(reports) == int(control["workers"])  # a sum of some workers is no sum
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
     lag = ("lag_ms", "lag_records", "lost_records", "watermark_ms")
     return {
         **{k: whole.get(k) for k in ("state", "initial", *lag, "step", "trained", "requests")},
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
-        **{k: _sum(report.get(k) for report in reports) for k in counted},
-        "outcomes": sum_outcomes([report.get("outcomes") or {} for report in reports]),
+        **{k: _sum(report.get(k) for report in reports) if is_complete else None for k in counted},
+        "outcomes": sum_outcomes([r.get("outcomes") or {} for r in reports]) if is_complete else {},
     }
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
+    found = list(counts)
+    return None if None in found else sum(count for count in found if count is not None)
 
 
 def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def make_status(control: Mapping[str, Any] = CONTROL, simulate: str = "", **over
         "joiner": status.joiner_state(None, ScrapedMetrics()),
         "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
-        "rows": scrape_targets.rows_by_stack({"shard-0": rows}),
+        "rows": scrape_targets.rows_by_stack(["shard-0"], {"shard-0": rows}),
         "commit": status.commit_state(control),
         "freshness": status.freshness_state(control),
         "metrics": status.quality(control),
@@ -115,6 +115,7 @@ def test_scraped_text_is_found_by_name_and_labels_and_nonsense_is_empty() -> Non
 def test_the_table_names_problems_first_and_shows_a_dash_for_what_is_not_known() -> None:
     rows = table_rows({})
     assert rows["trainer"].startswith("–, watermark –") and rows["devices"] == "–"
+    assert rows["commit"].startswith("–, –, age –, – since the start"), "0-0 would be a measured commit"
     assert rows["accounted"] == "unknown, because not every auditor answers"
     assert rows["click rate"] == "served –, random –, best –; served / random is – now, – since the start"
     found = make_status(simulate=SIMULATE)
@@ -149,6 +150,20 @@ def test_workers_are_shown_one_by_one_and_summed() -> None:
     ]
     restarted = table_rows(three_workers(2, 2, requests=0, duplicates=0))["trainer"]
     assert "trained 5,432 as of the last commit; since the workers started: trained 0, skipped 0" in restarted
+
+
+def test_a_part_is_never_shown_as_the_sum_of_all_workers_or_shards() -> None:
+    both = three_workers(2, 2, candidates=50, outcomes={"taken": 5, "trained": 4})
+    whole = status.trainer_state(both)
+    assert (whole["candidates"], whole["outcomes"]["taken"]) == (100, 10)
+    one_silent = {**both, "reports": {"worker 1": both["reports"]["worker 1"]}}
+    part = status.trainer_state(one_silent)
+    assert (part["candidates"], part["requests"], part["outcomes"]) == (None, None, {})
+    rows = scrape.parse('roostream_shard_rows{stack="d16"} 7\n')
+    programs = ["worker", "shard-0", "shard-1"]
+    assert scrape_targets.rows_by_stack(programs, {"shard-0": rows, "shard-1": rows}) == {"d16": 14}
+    assert scrape_targets.rows_by_stack(programs, {"shard-0": rows, "shard-1": ScrapedMetrics()}) == {}
+    assert scrape_targets.rows_by_stack(programs, {"shard-0": rows}) == {}
 
 
 def test_progress_of_historical_training_is_shown() -> None:

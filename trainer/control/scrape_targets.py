@@ -205,11 +205,13 @@ _LOST_RECORDS = {
 """Program → its metric of records that are gone from Kafka."""
 
 
-def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
-    """Stack → number of rows of all shards."""
+def rows_by_stack(programs: Iterable[str], scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
+    """Stack → number of rows of all shards among `programs`; {} if one of them does not answer."""
     rows: dict[str, int] = {}
-    for name, metrics in scraped.items():
+    for name in programs:
         if name.startswith("shard-"):
+            if not (metrics := scraped.get(name)):
+                return {}
             for stack, value in metrics.by("roostream_shard_rows", "stack").items():
                 rows[stack] = rows.get(stack, 0) + int(value)
     return rows
