@@ -213,9 +213,7 @@ def export_command(
 
     with progress_bar("collecting rows"):
         made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
-        write_tensors(Path(to), made.tensors)
-    if make_ids is not None:
-        write_tensors(make_ids, made.ids)
+        write_tensors({Path(to): made.tensors, **({make_ids: made.ids} if make_ids else {})})
     for name, values in made.tensors.items():
         click.echo(f"{to}: {name} {list(values.shape)}")
     for table, rows in made.left_out.items():
@@ -251,7 +249,7 @@ def import_command(
     but no offsets. With a --store in a bucket the rows go there, and shards fetch them when they start.
 
     Or from the rows of a TorchRec EmbeddingBagCollection, and the dense weights in the file whose names match
-    the model.
+    the model; then the rows are in the home, too.
 
     \b
     Example:
@@ -280,6 +278,7 @@ def import_command(
                 opened,
                 place.root,
                 deployment,
+                with_copies=is_object_store(store),
             )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "

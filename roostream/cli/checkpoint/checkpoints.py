@@ -205,7 +205,7 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _rows_of(
+def rows_of(
     store: CheckpointStore, manifest: Manifest, schema: Schema, index: int, home: Path | None
 ) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
     """As `shard_segments`, from the copies in the store if it has all of them; then the shard may run, and
@@ -263,7 +263,7 @@ def export(
     written = [f"store/{IDENTITY_NAME}", *(f"store/{name}" for name in files)]
     (to / "rows").mkdir()
     for index in manifest.shards:
-        with _rows_of(store, manifest, schema, index, home) as (segments, state):
+        with rows_of(store, manifest, schema, index, home) as (segments, state):
             written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id, on_part)
             for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
@@ -300,7 +300,7 @@ def export_to_store(
     create_store(to)
     states, on_part = {}, _counts_parts(manifest, update)
     for index in manifest.shards:
-        with _rows_of(store, manifest, schema, index, home) as (segments, state):
+        with rows_of(store, manifest, schema, index, home) as (segments, state):
             states[index] = _send_all(segments, state, to, index, on_part)
     _copy_files(store, manifest, to, on_part)
     copied = _with_segments(manifest, states)
@@ -469,7 +469,7 @@ def _import(
         schema, store_id = schema_of(source, manifest), create_store(store)
         states, on_part = {}, _counts_parts(manifest, update)
         for index in manifest.shards:
-            with _rows_of(source, manifest, schema, index, source_home) as (segments, state):
+            with rows_of(source, manifest, schema, index, source_home) as (segments, state):
                 if home is None:
                     states[index] = _send_all(segments, state, store, index, on_part)
                 else:
