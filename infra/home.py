@@ -160,11 +160,17 @@ class Home:
         os.replace(temporary, self.stack_json)
 
     def read_stack(self) -> dict[str, Any] | None:
-        """The content of `stack.json`; None if it is missing or unreadable."""
+        """The content of `stack.json`; None if it is missing, or is not one. Raises SetupError: it cannot be
+        read, so a stack may be there."""
         try:
             stack = json.loads(self.stack_json.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
+        except OSError as error:
+            raise SetupError(
+                f"{self.stack_json} can't be read ({error.strerror}), so a stack may run there; use the "
+                "account of the stack, or another --home"
+            ) from None
         return stack if isinstance(stack, dict) and stack.get("format") == FORMAT else None
 
     def running_stack(self) -> dict[str, Any]:

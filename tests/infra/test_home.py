@@ -169,6 +169,14 @@ def test_a_status_at_the_same_moment_does_not_keep_a_stack_from_starting(home: H
     home.unlock()
 
 
+def test_a_home_whose_stack_cannot_be_seen_is_not_one_without_a_stack(home: Home) -> None:
+    assert home.read_stack() is None
+    home.stack_json.mkdir()  # as for an account that may not read it
+    for call in (home.read_stack, home.running_stack, home.end_leftovers):
+        with pytest.raises(SetupError, match="a stack may run there"):
+            call()
+
+
 def test_a_home_with_an_unreadable_lock_does_not_count_as_free(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     assert not home.is_locked(), "no stack was ever started there"

@@ -81,7 +81,6 @@ _POLL_S = 0.1
 _LAST_COMMIT_S = 3.0
 _THREADS_LOST_AFTER_S = 120.0  # all members are threads of this process, so a silent one is slow, not dead
 _SNAPSHOT_HOLD_MS = 7 * 86_400_000
-_STOP_S = 10.0
 
 
 def train_offline(

@@ -16,7 +16,7 @@ from roostream.cli.main import cli
 from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.score_comparison import TOLERANCE, ScoreComparison, compare_scores
 from roostream.cli.skew.scored_lists import LoggedList, newest, of_file, of_records, sample_of
-from roostream.errors import CheckpointError, ConfigError, RoostreamError
+from roostream.errors import CheckpointError, ConfigError, RoostreamError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.kafka.consumer import MemoryConsumer
@@ -227,6 +227,13 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
     assert [one.request_id for one in newest(reader, 3, "k")] == ["r3", "r4", "r5"]
     assert [one.request_id for one in newest(reader, 100, "k")] == [f"r{n}" for n in range(6)]
     assert newest(MemoryConsumer([(SAMPLES, 0)]), 3, "k") == []
+
+    class Silent(MemoryConsumer):
+        def at_end(self) -> bool:
+            return False
+
+    with pytest.raises(UnavailableError, match="has not answered"):
+        newest(Silent([(SAMPLES, 0), (SAMPLES, 1), (SAMPLES, 2)], records), 100, "k")
 
 
 def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHome, tmp_path: Path) -> None:
