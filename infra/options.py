@@ -212,7 +212,7 @@ def load_saved_options(home: Path) -> StackOptions | None:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         overrides = _with_models(raw.pop("overrides"), lambda path: os.path.join(root, path))
         options = from_dict(StackOptions, raw)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, ConfigError) as error:
         raise ConfigError(
             f"{file} can't be read ({reason_of(error)}); delete it and give `up` its options"
         ) from None

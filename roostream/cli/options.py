@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -229,7 +230,7 @@ def parse_ports(texts: Iterable[str]) -> dict[str, int]:
             raise ConfigError(
                 f"--port: expected one of {', '.join(PORTS)}, got {name!r}{nearest(name, PORTS)}"
             )
-        if not number.isdecimal() or not 0 < int(number) < 65536:
+        if not re.fullmatch("[0-9]{1,5}", number) or not 0 < int(number) < 65536:
             raise ConfigError(f"--port: expected NAME=PORT such as serving=8080, got {text!r}")
         ports[name] = int(number)
     return ports
@@ -264,5 +265,5 @@ def toml_value(text: str) -> Any:
     """The value that TOML reads, or the text itself."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number with too many digits
         return text

@@ -26,6 +26,7 @@ FILES = {
     '"candidates": [{"item_id": "boot"}]}\n{"type": "engagement", "request_id": "r", "user_id": "a", '
     '"time": "2024-05-01T08:00:04", "item_id": "boot", "action": "click"}\n',
     "x.parquet": "no Parquet",
+    "deep.json": "[" * 100_000,
 }
 LOG = ("--schema", SHOP, "--log", "log.jsonl")
 REPLAY = ("replay", "jsonl", *LOG, "--engine", "local")
@@ -99,6 +100,12 @@ WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then t
     ("--certificate is only used with --ca", *ADMIN, "--certificate", "x.pem"),
     ("--module is only used with --write-torchrec", *PLACEMENT, "--module", "a.b"),
     ("shard-0 to shard-1", "up", "--home", "home", "--port", "shard-2=8080"),
+    ("NAME=PORT", "up", "--home", "home", "--port", "serving=" + "9" * 5000),
+    ("expected integer", "up", "--home", "home", "--set", "worker.batch_requests=" + "9" * 5000),
+    ("`placement map --json`", "placement", "apply", "deep.json", "--home", "nothere"),
+    ("`placement plan --json`", "placement", "diff", "deep.json", "deep.json"),
+    ("captured session", "replay", "session", "deep.json", "nothere"),
+    ("export.json cannot be read", "checkpoint", "import", "--from", "folder", "--home", "home"),
     ("shard-0 to shard-1", "up", "--home", "home", "--port", "shard-one=8080"),
     ("no port of kafka", "up", "--home", "home", "--kafka", "127.0.0.1:1", "--port", "kafka=8080"),
     ("expected a path, got ''", "train", "--warehouse", "w", "--schema", SHOP, "--home", ""),
@@ -134,6 +141,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "export.json").write_text(FILES["deep.json"])
     (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path)
     return tmp_path

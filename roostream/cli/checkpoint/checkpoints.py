@@ -515,7 +515,7 @@ def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
     try:
         about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
         version, number = about["format"], int(about["seq"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
             f"expected an export in {folder}, but its export.json cannot be read ({why}); create one with "

@@ -290,7 +290,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected a plan, got {error.strerror}; create one with `placement plan --json`"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f"{file}: expected the output of `placement plan --json`, got something else; create one with it"
         ) from None
@@ -473,7 +473,7 @@ def _read_map(file: Path) -> BucketMap:
         raise ConfigError(
             f"{file}: expected a bucket map, got {error.strerror}; create one with `placement map --json`"
         ) from None
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, RecursionError) as error:
         raise ConfigError(f"{file}: expected the output of `placement map --json` ({error})") from None
 
 

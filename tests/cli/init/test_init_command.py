@@ -544,6 +544,7 @@ def test_a_text_table_gets_a_map_that_imports_it(
         ),
         (make_flat_table(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
         (make_flat_table(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
+        (make_flat_table(), ("--ignore", "price"), "no column 'price'; did you mean 'Price'"),
     ],
     ids=[
         "two items",
@@ -553,6 +554,7 @@ def test_a_text_table_gets_a_map_that_imports_it(
         "events without shown items",
         "no times",
         "times in two units",
+        "a misspelled column to leave out, which would be a feature",
     ],
 )
 def test_an_unclear_flat_table_is_asked_about(
@@ -577,6 +579,13 @@ def test_wrong_input_is_reported_in_one_sentence(args: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
         run(*args)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags", [("--ignore", "price"), ("--item", "item_id")])
+def test_options_about_columns_are_refused_for_lines_with_fixed_names(flags: tuple[str, str]) -> None:
+    write_lines("log.jsonl", make_log())
+    with pytest.raises(ConfigError, match=f"{flags[0]}: expected a table"):
+        run("shop", "--from", "log.jsonl", *flags)
 
 
 def test_a_counter_of_the_user_may_stand_beside_a_feature_named_user() -> None:

@@ -154,10 +154,14 @@ def test_an_impossible_plan_is_reported_in_one_sentence(
 
 
 def test_a_binary_file_of_constants_is_rejected(store_arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="measured constants, got bytes"):
-        arguments = ["plan", *store_arguments, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
-        CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
+    for content, message in (
+        (b"\xff\xfe\x00", "measured constants, got bytes"),
+        (b"[" * 100_000, "got something"),
+    ):
+        (tmp_path / "costs.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            arguments = ["plan", *store_arguments, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
+            CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
 
 
 def test_a_file_that_is_no_plan_is_rejected(tmp_path: Path) -> None:
