@@ -97,7 +97,8 @@ def test_a_plan_is_written_in_torchrecs_terms(store_arguments: list[str], tmp_pa
     assert written["module"] == "sparse" and sorted(written["tables"]) == ["item", "user"]
     assert sum(shard["sizes"][0] for shard in written["tables"]["item"]["shards"]) == 40
     collection = tmp_path / "rows.safetensors"
-    write_tensors(collection, {weight_name(name): np.zeros((7, 4), np.float32) for name in ("item", "user")})
+    rows = {weight_name(name): np.zeros((7, 4), np.float32) for name in ("item", "user")}
+    write_tensors({collection: rows})
     again = tmp_path / "again.json"
     arguments = [
         "plan",
