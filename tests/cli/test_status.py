@@ -160,6 +160,17 @@ def test_a_part_is_never_shown_as_the_sum_of_all_workers_or_shards() -> None:
     part = status.trainer_state(one_silent)
     assert (part["candidates"], part["requests"], part["outcomes"]) == (None, None, {})
     rows = scrape.parse('roostream_shard_rows{stack="d16"} 7\n')
+    one, two = (
+        scrape.parse(
+            f'roostream_serving_requests_total{{status="200"}} {n}\nroostream_serving_degraded_total 1\n'
+            'roostream_serving_model_version{version="1-3"} 1\n'
+        )
+        for n in (5, 7)
+    )
+    processes = ["controller", "serving", "serving-1"]
+    both_answer = scrape_targets.serving_state(processes, {"serving": one, "serving-1": two})
+    assert both_answer == {"requests": 12, "degraded": 2, "version": "1-3"}
+    assert scrape_targets.serving_state(processes, {"serving": one})["requests"] is None
     programs = ["worker", "shard-0", "shard-1"]
     assert scrape_targets.rows_by_stack(programs, {"shard-0": rows, "shard-1": rows}) == {"d16": 14}
     assert scrape_targets.rows_by_stack(programs, {"shard-0": rows, "shard-1": ScrapedMetrics()}) == {}
