@@ -38,6 +38,8 @@ from roostream.cli.options import (
 from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import ConfigError, SetupError, printable
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.program import MaskingFormatter, set_on_signals
 from roostream.schema.schema_file import load_schema
 
@@ -129,6 +131,12 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
         location = absolute_location(from_warehouse)
         options["sets"] = (*options["sets"], f"controller.warehouse={location}")
     place = Home(home)
+    if from_warehouse and not foreground and (commit := trained_commit(place)):
+        click.echo(
+            f"{place.root} has a model (commit {commit}), which is trained on from the stream; a new model "
+            "from a warehouse needs another --home",
+            err=True,
+        )
     base = load_saved_options(place.root)
     if base is None and options["schema"] is None:
         options["schema"] = last_schema(place)
@@ -151,6 +159,14 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
         stack.start(["all"])
         stop.wait()
         print(stack.stop(), flush=True)
+
+
+def trained_commit(place: Home) -> int:
+    """The newest commit of a model that is trained from the stream; 0 = there is none."""
+    if not place.store.is_dir():
+        return 0
+    newest = manifests.newest(FileStore(place.store))
+    return newest.manifest.seq if newest and newest.manifest.input is None else 0
 
 
 def last_schema(place: Home) -> Path | None:

@@ -18,6 +18,7 @@ from infra.home import Home
 from param_server.key_value_store import RocksDbStore
 from roostream.cli.checkpoint import checkpoints
 from roostream.cli.main import cli
+from roostream.cli.stack_commands import trained_commit
 from roostream.errors import (
     CheckpointError,
     ConfigError,
@@ -31,6 +32,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import StoredFile
 from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import register
 from tests.param_server.shard_support import (
     ITEM,
@@ -233,6 +235,19 @@ def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:
     assert manifests.numbers(home.store) == [1] and restore_rows(home.root) == home.states[1]
     assert home.store.list("discarded") == ["discarded/00000002", "discarded/00000003"]
     assert manifests.next_seq(home.store) == 4, "commit numbers are never used again"
+
+
+def test_up_knows_that_a_home_has_a_model_which_a_warehouse_does_not_replace(
+    home: OneShardHome, tmp_path: Path
+) -> None:
+    assert trained_commit(Home(home.root)) == 3
+    assert trained_commit(Home(tmp_path / "new")) == 0
+    newest = manifests.newest(home.store)
+    assert newest is not None
+    session = TableInput(table="w", version=1, digest="d", spec={}, rows={}, begins={}, ends={})
+    from_table = dataclasses.replace(newest.manifest, seq=4, input=session)
+    home.store.put(from_table.name, from_table.encode())
+    assert trained_commit(Home(home.root)) == 0, "it is still trained from the warehouse"
 
 
 def test_no_stack_can_start_while_a_home_is_rolled_back_or_imported_into(
