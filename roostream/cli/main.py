@@ -159,7 +159,10 @@ for _kind in PROGRAM_SPECS:
 @cli.command()
 @home_option
 @click.option(
-    "--config", "file", type=NonEmptyPath(path_type=Path), help="TOML to use instead of the options"
+    "--config",
+    "file",
+    type=NonEmptyPath(path_type=Path),
+    help="TOML with these settings; options replace its values",
 )
 @click.option("--serving", help="URL of serving; default: the stack in --home")
 @click.option("--rate", type=float, help="requests per second")

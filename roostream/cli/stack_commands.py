@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import logging.handlers
@@ -364,7 +365,8 @@ def reset(home: Path, yes: bool) -> None:
         shown = ", ".join(kept[:5]) + (", …" if len(kept) > 5 else "")
         print(printable(f"deleted the stack in {place.root}; kept {shown}, which no stack has written"))
         return
-    place.root.rmdir()
+    with contextlib.suppress(OSError):  # a mount point, or the parent folder may not be written
+        place.root.rmdir()
     print(f"deleted {place.root}")
 
 

@@ -123,6 +123,20 @@ def test_an_interrupted_reset_can_be_repeated(home: Home) -> None:
     assert not home.root.exists() and home.root.parent.exists()
 
 
+def test_a_home_that_is_a_mount_point_can_be_reset(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write_stack({"programs": {}})
+    rmdir = Path.rmdir
+
+    def refuse(path: Path) -> None:
+        if path == home.root:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", refuse)
+    assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
+    assert list(home.root.iterdir()) == []
+
+
 def test_files_that_no_stack_has_written_are_kept(home: Home) -> None:
     home.write_stack({"programs": {}})
     programs = ("shard-0", "worker", "worker-1", "serving-1", "joiner", "auditor", "archiver")
