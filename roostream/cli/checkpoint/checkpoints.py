@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from param_server.segment_parts import Segment
 from param_server.segments import STORE_KEY, Segments, commit_of
 from param_server.table import shapes_of
 from roostream.cli.output import UpdateProgress
-from roostream.errors import CheckpointError, SetupError
+from roostream.errors import CheckpointError, RoostreamError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
@@ -430,7 +431,7 @@ def import_export(
     """Make the export in `folder` the only commit of `store`, with its segments in `home`, or as copies in
     `store` if `home` is None; returns its manifest.
 
-    If another error than those below is raised, `store` has no commit: empty the home and call this again.
+    If another error than those below is raised, `store` has no commit: call this again.
 
     Raises:
         CheckpointError: there is no export, or a part of it is missing or damaged. Nothing was changed.
@@ -464,8 +465,7 @@ def _import(
     update: UpdateProgress,
 ) -> Manifest:
     expect_empty(store, home, manifest.shards)
-    with Home(home).locked() if home else contextlib.nullcontext():  # no stack starts there meanwhile
-        expect_empty(store, home, manifest.shards)
+    with import_into(store, home, manifest.shards):
         schema, store_id = schema_of(source, manifest), create_store(store)
         states, on_part = {}, _counts_parts(manifest, update)
         for index in manifest.shards:
@@ -489,6 +489,26 @@ def _import(
                 "that runs there"
             )
         return imported
+
+
+@contextlib.contextmanager
+def import_into(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> Iterator[None]:
+    """Hold the lock of the home, so that no stack starts there meanwhile. After an error, the rows that the
+    block has written are deleted if there is no commit, so that the import can be repeated.
+
+    Raises:
+        SetupError: as `expect_empty`, or a stack runs in the home.
+    """
+    with Home(home).locked() if home else contextlib.nullcontext():
+        expect_empty(store, home, shards)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RoostreamError):  # a store that does not answer may have the commit
+                if home and not manifests.numbers(store):
+                    for index in shards:
+                        shutil.rmtree(home / f"shard-{index}" / "segments", ignore_errors=True)
+            raise
 
 
 def expect_empty(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> None:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infra.home import Home
 from infra.options import StackOptions, demo, save_options
 from param_server.embedding_table import Keys
 from param_server.initial_rows import initial_rows
@@ -31,7 +30,7 @@ from param_server.segment_copies import SegmentCopies
 from param_server.segments import Segments
 from param_server.table import shapes_of
 from roostream.cli.checkpoint import checkpoints
-from roostream.cli.checkpoint.checkpoints import expect_empty
+from roostream.cli.checkpoint.checkpoints import expect_empty, import_into
 from roostream.errors import CheckpointError, SchemaError, SetupError, nearest
 from roostream.models.build import build_model, load_model_config
 from roostream.models.config import ModelConfig
@@ -299,7 +298,7 @@ def import_collection(
     """Make the rows the only commit of `store`, with segments in `home`; `up` continues there with the same
     settings. `with_copies`: `store` gets copies of the segments, which shards with other homes fetch.
 
-    After any other error than those below there is no commit; empty the home and call again.
+    After any other error than those below there is no commit; call again.
 
     Raises:
         CheckpointError: `ids` does not match the rows, or a dense weight is not finite. Nothing was changed.
@@ -309,8 +308,7 @@ def import_collection(
     blocks = _blocks(collection.rows, ids, new)
     tensors, taken = _dense(collection.others, new)
     expect_empty(store, home, indices)
-    with Home(home).locked():  # no stack starts there meanwhile
-        expect_empty(store, home, indices)
+    with import_into(store, home, indices):
         store_id = create_store(store)
         register(store, new.schema)
         shards = {}

@@ -3,6 +3,7 @@ and rolled back."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -235,6 +236,24 @@ def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:
     assert manifests.numbers(home.store) == [1] and restore_rows(home.root) == home.states[1]
     assert home.store.list("discarded") == ["discarded/00000002", "discarded/00000003"]
     assert manifests.next_seq(home.store) == 4, "commit numbers are never used again"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UnavailableError("the disk is full")])
+def test_an_interrupted_import_can_be_repeated(
+    error: BaseException, home: OneShardHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command("export", "--home", home.root, "--to", tmp_path / "copy")
+    other = ("import", "--from", tmp_path / "copy", "--home", tmp_path / "other")
+
+    def fail(*_: object) -> None:
+        raise error  # after the rows were copied
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "register", fail)
+        with contextlib.suppress(UnavailableError):
+            assert run_command(*other)[0] != 0
+    assert run_command(*other)[0] == 0
+    assert restore_rows(tmp_path / "other") == home.states[3]
 
 
 def test_up_knows_that_a_home_has_a_model_which_a_warehouse_does_not_replace(
