@@ -1,4 +1,4 @@
-"""`roostream scale | preempt | trainer release`: commands that call the controller of a running
+"""`roostream scale | drain | trainer release`: commands that call the controller of a running
 deployment."""
 
 from __future__ import annotations
