@@ -5,6 +5,7 @@ again."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,17 @@ def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHom
     damaged.write_bytes(b"{}")
     with pytest.raises(CheckpointError, match="got none"):
         CommitStates(home.store, home.root)
+
+
+def test_a_run_that_judged_no_list_does_not_report_success(home: ScoringHome) -> None:
+    home.rank("a", T0 + SECOND)
+    path = home.close()
+    shutil.rmtree(home.root / "shard-0" / "segments")
+    code, report = run_command(home, path)
+    assert code == 1 and report["scored_again"] == 0
+    assert report["versions"]["1-1"]["largest"] is None, "nothing was measured"
+    text = CliRunner().invoke(cli, ["inspect", "skew", str(path), "--home", str(home.root)]).output
+    assert "0 of 1 lists scored again" in text and "largest" not in text
 
 
 def test_the_report_is_printed_as_a_table(home: ScoringHome) -> None:
