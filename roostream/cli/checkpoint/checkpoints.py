@@ -67,7 +67,8 @@ def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
             else:
                 out.append({**_describe(manifest), "tier": tiers.get(number, "")})
         except CheckpointError as error:
-            out.append({"seq": number, "problem": str(error)})
+            if number in manifests.numbers(store):  # a running stack may have deleted it meanwhile
+                out.append({"seq": number, "problem": str(error)})
     return out
 
 
@@ -94,7 +95,15 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
 
 def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
     """Read every part of a commit: manifest, previous manifest, files, schema, and the segments of shards in
-    `home`."""
+    `home`. A commit that a running stack deletes meanwhile is "not reached"."""
+    for outcome in _verify(store, number, home):
+        if outcome.state == "damaged" and number not in manifests.numbers(store):
+            yield Outcome(outcome.part, "not reached", f"commit {number} was deleted meanwhile")
+            return
+        yield outcome
+
+
+def _verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
     name = manifests.manifest_name(number)
     try:
         restorable = manifests.load(store, name)

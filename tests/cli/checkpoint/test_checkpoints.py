@@ -165,6 +165,16 @@ def test_each_damaged_file_is_found(home: OneShardHome, name: str) -> None:
     assert run_command("verify", "--home", home.root, "--seq", 2)[0] == 1
 
 
+def test_a_commit_that_a_running_stack_deletes_meanwhile_is_not_damaged(home: OneShardHome) -> None:
+    reading = checkpoints.verify(home.store, 1, home.root)
+    assert next(reading).state == "ok"
+    for name in ("manifests/00000001", "dense/00000001-1.safetensors"):
+        home.store.delete(name)
+    for outcomes in (list(reading), list(checkpoints.verify(home.store, 1, home.root))):
+        assert {o.state for o in outcomes} <= {"ok", "not reached"}
+        assert any("was deleted" in o.text and "00000001" in o.part for o in outcomes)
+
+
 def test_a_damaged_segment_is_found_and_named(home: OneShardHome) -> None:
     blobs = RocksDbStore(home.root / "shard-0" / "segments").open()
     key = next(iter(blobs.keys(b"b/2-1/")))
