@@ -22,10 +22,11 @@ from benchmarks.harness import machine
 from benchmarks.harness.benchmark import Benchmark, Subject
 from benchmarks.harness.measure import FORMAT, MIN_RUNS, measure
 from benchmarks.harness.report import table
-from benchmarks.harness.subject_process import ROOT, SubjectProcess, interpreter_for
+from benchmarks.harness.subject_process import ROOT, PeerUnavailable, SubjectProcess, interpreter_for
 from roostream.cli.plan import measured
 from roostream.cli.plan.plan_command import renew_tables
 from roostream.errors import ConfigError, nearest
+from roostream.replay.report_files import check_report, write_atomically
 
 RESULTS = "docs/benchmarks"
 _NOT_BENCHMARKS = {"main", "gpu_report", "plots", "walks"}
@@ -61,7 +62,7 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
     """`name` is a benchmark, `all`, `list` or `report`; returns the exit code.
 
     Raises:
-        RoostreamError: see `run` and `benchmarks.harness.report.pages`.
+        RoostreamError: see `run`, or `json_file` cannot be written.
     """
     if name == "list":
         for benchmark in benchmarks_by_name().values():
@@ -75,15 +76,16 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
         for path in (figures, scale):
             print(path.relative_to(ROOT))
         return 0
+    check_report(str(json_file or ""))
     results = []
     for each in names() if name == "all" else [name]:
         result = run(each, runs=runs, against=against)
         results.append(result)
         for row in result["rows"]:
             print(f"\n{each}: {row['name']}\n{table(row)}")
-    if json_file is not None:
-        text = json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False)
-        json_file.write_text(text + "\n", encoding="utf-8")
+        if json_file is not None:  # after each one, because a later one may fail after hours
+            text = json.dumps(results if name == "all" else result, indent=1, ensure_ascii=False)
+            write_atomically(json_file, text + "\n")
     return 0
 
 
@@ -94,7 +96,7 @@ def run(
     this one.
 
     Raises:
-        ConfigError: the benchmark is unknown, or `runs` is too small.
+        ConfigError: the benchmark or the commit is unknown, or `runs` is too small.
         SubjectError: one of our subjects failed.
     """
     benchmark = find_benchmark(name)
@@ -105,6 +107,10 @@ def run(
         say(f"this machine is busy (load {host['load_before']} on {host['cores']} cores); the result says so")
     if against:
         benchmark = with_before(benchmark, against)
+        try:
+            interpreter_for(f"commit:{against}")
+        except PeerUnavailable as error:  # in a row, that only leaves the subject out
+            raise ConfigError(f"--against: {error}") from None
     with tempfile.TemporaryDirectory(prefix="roostream-bench-") as fixtures:
         measured_rows = measure(
             benchmark, lambda environment: _start_runner(environment, Path(fixtures)), runs=runs, say=say

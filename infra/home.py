@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ from roostream.runtime.store_identity import IDENTITY_NAME, IdentifiedStore, ini
 FORMAT = 1
 FOLDERS = ("conf", "logs", "run", "store", "tmp")
 _UNUSABLE = re.compile(r"""[:,|"\\\x00-\x1f\x7f\udc80-\udcff]|\$\{""")
+_LOCK_TRIES, _LOCK_WAIT_S = 5, 0.05
 _STORE_FOLDERS = ("manifests", "incarnations", "schemas")
 """Each store that was ever used has one of these."""
 
@@ -89,18 +91,32 @@ class Home:
             SetupError: another supervisor has locked it.
         """
         file = (self.run / "lock").open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # perhaps `is_locked` of a `status`, which holds it for microseconds
+                time.sleep(_LOCK_WAIT_S)
+        else:
             file.close()
             raise SetupError(
                 f"a stack already runs in {self.root} (process {self._holder() or '?'}); "
                 f"`roostream down {self.option}` stops it, another --home starts a second one"
-            ) from None
+            )
         with contextlib.suppress(OSError):  # `reset` must be able to clear a full disk
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), str(os.getpid()).encode())
         self._lock = file
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock during the block, so that no stack starts meanwhile. Raises SetupError as `lock`."""
+        self.run.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        try:
+            yield
+        finally:
+            self.unlock()
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -144,11 +160,17 @@ class Home:
         os.replace(temporary, self.stack_json)
 
     def read_stack(self) -> dict[str, Any] | None:
-        """The content of `stack.json`; None if it is missing or unreadable."""
+        """The content of `stack.json`; None if it is missing, or is not one. Raises SetupError: it cannot be
+        read, so a stack may be there."""
         try:
             stack = json.loads(self.stack_json.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
+        except OSError as error:
+            raise SetupError(
+                f"{self.stack_json} can't be read ({error.strerror}), so a stack may run there; use the "
+                "account of the stack, or another --home"
+            ) from None
         return stack if isinstance(stack, dict) and stack.get("format") == FORMAT else None
 
     def running_stack(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from roostream.runtime.kafka.topics import TopicSettings
 
 log = logging.getLogger("roostream.stack")
 
+_FORMAT_S = 60.0
 _SETTINGS = {
     "process.roles": "broker,controller",
     "node.id": "1",
@@ -130,7 +131,14 @@ def _format(java: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:
         "-c",
         str(conf),
     )
-    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False, timeout=60)
+    try:
+        done = subprocess.run(
+            command, env=dict(env), capture_output=True, text=True, check=False, timeout=_FORMAT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise SetupError(
+            f"Kafka's data folder was not formatted within {_FORMAT_S:.0f} s; the machine is too busy"
+        ) from None
     if done.returncode:
         output = (done.stderr or done.stdout).strip().splitlines()
         reason = output[-1] if output else f"exit code {done.returncode}"

@@ -102,6 +102,12 @@ class StackOptions(Settings):
         for key, address in (("kafka", self.kafka), ("redis", self.redis)):
             if address:
                 check_addresses(key, *address.split(","))
+            if address and key in self.ports:
+                raise setting_error("ports", f"no port of {key}, which is at {address}", key)
+        shards = [f"shard-{index}" for index in range(self.num_shards)]
+        for name in self.ports:
+            if name.startswith("shard-") and name not in shards:
+                raise setting_error("ports", f"a shard from {shards[0]} to {shards[-1]}", name)
         check_num_auditors(self.num_auditors, self.partitions)
         if self.max_readers and self.max_readers < self.min_readers:
             raise setting_error(
@@ -176,7 +182,8 @@ _SAVED_FIELDS = (
 
 def save_options(home: Path, options: StackOptions) -> None:
     """Store the options in the home, so that `up --home` continues with them. Files in the home are named
-    relative to it, because a home may be moved. Raises OSError if the file can't be written."""
+    relative to it, because a home may be moved. Raises OSError if the file can't be written: the old one
+    stays."""
     root = os.path.abspath(home)
 
     def relative(path: str) -> str:
@@ -185,10 +192,11 @@ def save_options(home: Path, options: StackOptions) -> None:
     table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
     table["schema"] = relative(table["schema"])
     table["overrides"] = _with_models(table["overrides"], relative)
-    file = home / OPTIONS_FILE
-    file.touch(mode=0o600)
-    file.chmod(0o600)  # an override may contain a password
-    file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    temporary = home / f"{OPTIONS_FILE}.new"
+    temporary.touch(mode=0o600)
+    temporary.chmod(0o600)  # an override may contain a password
+    temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, home / OPTIONS_FILE)
 
 
 def load_saved_options(home: Path) -> StackOptions | None:
@@ -204,7 +212,7 @@ def load_saved_options(home: Path) -> StackOptions | None:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         overrides = _with_models(raw.pop("overrides"), lambda path: os.path.join(root, path))
         options = from_dict(StackOptions, raw)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, ConfigError) as error:
         raise ConfigError(
             f"{file} can't be read ({reason_of(error)}); delete it and give `up` its options"
         ) from None

@@ -11,11 +11,11 @@ import dataclasses
 import http.client
 import random
 import socket
-import urllib.request
 from collections.abc import Iterable
 
 from infra.options import StackOptions
 from roostream.errors import SetupError
+from roostream.runtime.direct_http import open_direct
 
 MIN_PORT, MAX_PORT = 15_000, 32_000
 HOST = "127.0.0.1"
@@ -149,7 +149,7 @@ def is_listening(address: str, timeout_s: float = 0.5) -> bool:
 def responds_ok(url: str, timeout_s: float = 1.0) -> bool:
     """Whether a GET of `url` returns a 2xx status."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with open_direct(url, timeout_s) as answer:
             return 200 <= answer.status < 300
     except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -108,6 +108,8 @@ def reason_of(error: BaseException) -> str:
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit of file sizes (`ulimit -f`)",
+    errno.EIO: "check the disk",
     errno.EROFS: "choose a place that can be written",
     errno.EACCES: "use an account that may do this, or another path",
     errno.EPERM: "use an account that may do this, or another path",

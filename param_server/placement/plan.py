@@ -303,7 +303,7 @@ def costs_of(text: str, where: str = "costs") -> CostModel:
     try:
         given = json.loads(text)
         found = CostModel(**given)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{where}: expected JSON of {', '.join(CostModel.__annotations__)}, got something else ({error})"
         ) from None

@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 
-from infra.auditor.auditor import Auditor
+from infra.auditor.auditor import AUDITED, Auditor
 from infra.auditor.config import horizon_for
 from infra.auditor.sums import Sums, state_of
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
 from infra.options import settle_ms
-from roostream.cli.options import Duration, home_option, json_option
+from roostream.cli.options import Duration, home_option, json_option, refuse_given
 from roostream.cli.output import print_report, progress_bar
 from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
@@ -120,6 +120,8 @@ def audit(
     """
     if kafka:
         check_addresses("--kafka", *kafka.split(","))
+    else:
+        refuse_given(("prefix", "partitions", "window_ms", "security_file", "replay"), "--kafka")
     topics = Topics(
         kafka=kafka,
         prefix=prefix,
@@ -139,6 +141,7 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
     Raises:
         SetupError: there is no stack in `home`.
         UnavailableError: Kafka does not answer, or a topic cannot be read.
+        ConfigError: a topic has another number of partitions.
     """
     with contextlib.nullcontext(topics) if topics is not None else _of_home(Home(home)) as found:
         sums = read_all(found)
@@ -148,9 +151,16 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
 
 
 def read_all(topics: Topics) -> Sums:
-    """Read all records that are present at the start, and return the sums. Raises UnavailableError as
-    `run`."""
+    """Read all records that are present at the start, and return the sums.
+
+    Raises:
+        UnavailableError: as `run`.
+        ConfigError: a topic has other partitions than `topics`, so the sums would be those of a part.
+    """
     clients.wait_for_broker(topics.broker, timeout_s=topics.start_timeout_s)
+    clients.wait_for_topics(
+        topics.broker, topics.prefix, AUDITED, topics.partitions, timeout_s=topics.start_timeout_s
+    )
     auditor = build_auditor(topics)
     with contextlib.closing(auditor), progress_bar("records") as update:
         backoff = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)

@@ -1,4 +1,4 @@
-"""`roostream scale | preempt | trainer release`: commands that call the controller of a running
+"""`roostream scale | drain | trainer release`: commands that call the controller of a running
 deployment."""
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from pathlib import Path
 import click
 
 from infra.home import Home
-from roostream.cli.options import CommandGroup, FiniteRange, home_option, wait_option, with_options
+from roostream.cli.options import (
+    CommandGroup,
+    FiniteRange,
+    home_option,
+    refuse_given,
+    wait_option,
+    with_options,
+)
 from roostream.errors import ConfigError, printable
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
@@ -52,10 +59,12 @@ def call_controller(
     `link` names a TOML file with a table `[link]`; "" uses no authentication.
 
     Raises:
-        ConfigError: a file does not exist.
+        ConfigError: a file does not exist, or `link` was given without an address.
         TransportError: no controller answers. Any error of the method.
     """
-    address = address or str(Home(home).running_stack()["controller"])
+    if not address:
+        refuse_given(("link",), "--controller")
+        address = str(Home(home).running_stack()["controller"])
     transport = SocketTransport(address, credentials=LinkCredentials(read_link_security(link)))
     with contextlib.closing(transport):
         return transport.call(method, header, timeout_s=timeout_s)[0]

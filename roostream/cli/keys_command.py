@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import fcntl
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
 from roostream.cli.options import CommandGroup, Duration, NonEmptyPath
 from roostream.errors import ConfigError, nearest
 from serving.access.bearer_keys import BearerKey, new_key, read_keys, write_keys
+
+_LOCK_S = 10.0
 
 file_option = click.option(
     "--file",
@@ -57,7 +61,8 @@ def keys_new(name: str, scopes: tuple[str, ...], expires_ms: int | None, file: P
     """
     now_s = int(time.time())
     text, key = new_key(name, scopes, now_s, now_s + expires_ms // 1000 if expires_ms else 0)
-    _change(file, lambda keys: [*keys, key], may_create=True)
+    with _locked(file):
+        write_keys(file, [*(read_keys(file) if file.exists() else ()), key])
     click.echo(text)
     click.echo(f"{_line(key)}\nin {file}; the key cannot be shown again", err=True)
 
@@ -99,21 +104,21 @@ def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) 
     Example:
       roostream keys rotate web --overlap 7d
     """
-    old = _named(read_keys(file), name)
-    now_s, ids = int(time.time()), {key.id for key in old}
-    valid = [key for key in old if not 0 < key.expires_s <= now_s] or old[-1:]
-    scopes = dict.fromkeys(scope for key in valid for scope in key.scopes)
-    newest = max(valid, key=lambda key: key.created_s)
-    lifetime_s = expires_ms // 1000 if expires_ms else newest.expires_s - newest.created_s
-    text, key = new_key(newest.name, scopes, now_s, now_s + lifetime_s if lifetime_s > 0 else 0)
+    now_s = int(time.time())
     end_s = now_s + overlap_ms // 1000
-
-    def aged(one: BearerKey) -> BearerKey:
-        return (
-            dataclasses.replace(one, expires_s=min(one.expires_s or end_s, end_s)) if one.id in ids else one
-        )
-
-    _change(file, lambda keys: [*map(aged, keys), key])
+    with _locked(file):
+        keys = read_keys(file)
+        old = _named(keys, name)
+        valid = [key for key in old if not 0 < key.expires_s <= now_s] or old[-1:]
+        scopes = dict.fromkeys(scope for key in valid for scope in key.scopes)
+        newest = max(valid, key=lambda key: key.created_s)
+        lifetime_s = expires_ms // 1000 if expires_ms else newest.expires_s - newest.created_s
+        text, key = new_key(newest.name, scopes, now_s, now_s + lifetime_s if lifetime_s > 0 else 0)
+        aged = [
+            dataclasses.replace(one, expires_s=min(one.expires_s or end_s, end_s)) if one in old else one
+            for one in keys
+        ]
+        write_keys(file, [*aged, key])
     click.echo(text)
     click.echo(f"{_line(key)}\nthe old keys expire {_day(end_s)}", err=True)
 
@@ -128,13 +133,45 @@ def keys_revoke(name: str, file: Path) -> None:
     Example:
       roostream keys revoke web
     """
-    gone = {key.id for key in _named(read_keys(file), name)}
-    _change(file, lambda keys: [key for key in keys if key.id not in gone])
-    click.echo(f"revoked: {', '.join(sorted(gone))}")
+    with _locked(file):
+        keys = read_keys(file)
+        gone = _named(keys, name)
+        write_keys(file, [key for key in keys if key not in gone])
+    click.echo(f"revoked: {', '.join(sorted(key.id for key in gone))}")
 
 
-def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_create: bool = False) -> None:
-    write_keys(file, change(() if may_create and not file.exists() else read_keys(file)))
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock from reading the file until it is replaced, so that no change of another command is lost.
+    The lock is that of the folder, because the file itself is replaced.
+
+    Raises:
+        ConfigError: there is no folder, or another command has held the lock for _LOCK_S.
+    """
+    folder = Path(os.path.realpath(file)).parent
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: expected a file in an existing folder ({error.strerror}); check --file"
+        ) from None
+    try:
+        ends_s = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends_s:
+                    raise ConfigError(
+                        f"{folder}: another command has changed the keys for {_LOCK_S:.0f} s; end it"
+                    ) from None
+                time.sleep(0.05)
+            except OSError:  # this file system has no locks
+                break
+        yield
+    finally:
+        os.close(handle)
 
 
 def _named(keys: tuple[BearerKey, ...], name: str) -> list[BearerKey]:

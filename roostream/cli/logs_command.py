@@ -45,7 +45,10 @@ def logs(names: tuple[str, ...], home: Path, follow: bool, count: int) -> None:
     """
     place = Home(home)
     folder = place.logs
-    files = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    try:
+        files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix == ".log"}
+    except (FileNotFoundError, NotADirectoryError):
+        files = {}
     if not files:
         raise SetupError(
             f"{folder} has no logs; `roostream up {place.option}` starts a stack that writes them"
@@ -60,6 +63,7 @@ def logs(names: tuple[str, ...], home: Path, follow: bool, count: int) -> None:
         for name in chosen
     ]
     for tail in tails:
+        tail.path.open("rb").close()  # an error if it cannot be read; else the log would seem to be empty
         for line in tail.last(count):
             click.echo(line)
     with contextlib.suppress(KeyboardInterrupt):

@@ -18,7 +18,7 @@ import click
 from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
-from roostream.cli.options import CommandGroup, NonEmptyPath, home_option
+from roostream.cli.options import CommandGroup, NonEmptyPath, home_option, refuse_given
 from roostream.errors import RoostreamError, SetupError, UnavailableError, describe_os_error, with_advice
 from roostream.runtime.program import check_log_level, leave
 from roostream.schema.settings import check_environment, load
@@ -159,7 +159,10 @@ for _kind in PROGRAM_SPECS:
 @cli.command()
 @home_option
 @click.option(
-    "--config", "file", type=NonEmptyPath(path_type=Path), help="TOML to use instead of the options"
+    "--config",
+    "file",
+    type=NonEmptyPath(path_type=Path),
+    help="TOML with these settings; options replace its values",
 )
 @click.option("--serving", help="URL of serving; default: the stack in --home")
 @click.option("--rate", type=float, help="requests per second")
@@ -262,6 +265,8 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
         raise SetupError(
             "benchmarks are not part of an installed package; run this from a checkout of the source"
         ) from None
+    if name in ("list", "report"):
+        refuse_given(("json_file", "runs", "against"), "the name of a benchmark")
     sys.exit(run(name, json_file, runs, against))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from infra.options import DEFAULT_HOME
 from infra.program_specs import find_spec
@@ -80,6 +82,20 @@ def with_options(*options: Any) -> Any:
         return command
 
     return decorate
+
+
+def refuse_given(names: Iterable[str], without: str) -> None:
+    """Refuse options of the running command that mean nothing here. `names`: of their parameters. `without`:
+    the option that they belong to, which was not given.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not ParameterSource.DEFAULT:
+            raise ConfigError(f"{option.opts[0]} is only used with {without}; give that too, or remove it")
 
 
 class FiniteRange(click.FloatRange):
@@ -214,7 +230,7 @@ def parse_ports(texts: Iterable[str]) -> dict[str, int]:
             raise ConfigError(
                 f"--port: expected one of {', '.join(PORTS)}, got {name!r}{nearest(name, PORTS)}"
             )
-        if not number.isdecimal() or not 0 < int(number) < 65536:
+        if not re.fullmatch("[0-9]{1,5}", number) or not 0 < int(number) < 65536:
             raise ConfigError(f"--port: expected NAME=PORT such as serving=8080, got {text!r}")
         ports[name] = int(number)
     return ports
@@ -249,5 +265,5 @@ def toml_value(text: str) -> Any:
     """The value that TOML reads, or the text itself."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number with too many digits
         return text

@@ -24,6 +24,7 @@ Row = tuple[str, str]
 T = TypeVar("T")
 UpdateProgress = Callable[[int, int | None], None]
 """Called with the number done and the total; None = unchanged total."""
+_CALENDAR_END_MS = 253_402_300_800_000  # the year 10000
 _WIDTH = 240  # of output that is not a terminal
 
 
@@ -158,7 +159,9 @@ def duration(ms: float | None) -> str:
 
 
 def clock(ms: float | None) -> str:
-    """A time as text in UTC."""
+    """A time as text in UTC. A time beyond the calendar, such as one in microseconds, is a number."""
     if not ms or ms < 0:
         return NONE
+    if ms >= _CALENDAR_END_MS:
+        return f"{ms:,.0f} ms since 1970"
     return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.child_logs import last_lines
+from roostream.runtime.direct_http import open_direct
 
 _TIMEOUT_S = 0.5
 _MAX_BYTES = 1000
@@ -48,7 +48,7 @@ def readiness_error(url: str) -> str:
     """The text of a readiness probe that fails; "" if the program is ready or does not answer."""
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         try:
-            urllib.request.urlopen(url, timeout=_TIMEOUT_S).close()
+            open_direct(url, _TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             return error.read(_MAX_BYTES).decode("utf-8", "replace").strip()
     return ""

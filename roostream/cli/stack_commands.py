@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import logging.handlers
@@ -20,10 +21,11 @@ import click
 from click.core import ParameterSource
 
 from infra.child_logs import last_lines, rotate
-from infra.home import Home
+from infra.home import FOLDERS, Home
 from infra.machine_checks import require_disk
-from infra.options import StackOptions, load_saved_options, save_options
+from infra.options import OPTIONS_FILE, StackOptions, load_saved_options, save_options
 from infra.options import demo as demo_options
+from infra.program_specs import find_spec
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
 from roostream.cli.options import (
@@ -37,12 +39,18 @@ from roostream.cli.options import (
 from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import ConfigError, SetupError, printable
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.program import MaskingFormatter, set_on_signals
 from roostream.schema.schema_file import load_schema
 
 Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
 _UP_LOG_BYTES = 1 << 20
+_OTHERS_IN_HOME = (
+    *("stack.json", "stack.json.new", OPTIONS_FILE, f"{OPTIONS_FILE}.new", "simulate.json"),
+    *("kafka", "redis", "flink", "warehouse"),
+)
 _FILES = ("model", "items", "keys_file", "admin_token_file")
 _ALWAYS_GIVEN = ("ports", "sets", "schema")
 
@@ -112,7 +120,8 @@ def build_options(
 def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, **options: Any) -> None:
     """Start a stack in the background, without simulated users.
 
-    In the home of a finished replay, the stack starts with the replay's settings.
+    In the home of a finished replay, the stack starts with the replay's settings. Exit code 1: a program was
+    not ready in time, or training is held; the stack runs on.
 
     \b
     Example:
@@ -123,6 +132,12 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
         location = absolute_location(from_warehouse)
         options["sets"] = (*options["sets"], f"controller.warehouse={location}")
     place = Home(home)
+    if from_warehouse and not foreground and (commit := trained_commit(place)):
+        click.echo(
+            f"{place.root} has a model (commit {commit}), which is trained on from the stream; a new model "
+            "from a warehouse needs another --home",
+            err=True,
+        )
     base = load_saved_options(place.root)
     if base is None and options["schema"] is None:
         options["schema"] = last_schema(place)
@@ -147,6 +162,14 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
         print(stack.stop(), flush=True)
 
 
+def trained_commit(place: Home) -> int:
+    """The newest commit of a model that is trained from the stream; 0 = there is none."""
+    if not place.store.is_dir():
+        return 0
+    newest = manifests.newest(FileStore(place.store))
+    return newest.manifest.seq if newest and newest.manifest.input is None else 0
+
+
 def last_schema(place: Home) -> Path | None:
     """The schema file with which a stack was last started in this home; None in a new home.
 
@@ -167,7 +190,8 @@ def last_schema(place: Home) -> Path | None:
 def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     """Run `roostream up --foreground` in the background and wait until all programs are ready.
 
-    Returns 1 if no further program became ready for `wait_s`; a busy machine may need a while for each.
+    Returns 1 if no further program became ready for `wait_s`, because a busy machine may need a while for
+    each, or if training is held.
 
     Raises:
         SetupError: a program failed, or the stack ended.
@@ -176,8 +200,8 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     place.check_path()
     require_disk(place.root)
     place.make()
-    if place.is_locked():
-        place.lock()  # raises, and names the process that holds the lock
+    with place.locked():
+        pass  # no stack runs here; else the error names its process
     output = place.log("up")
     rotate(output, _UP_LOG_BYTES)
     with output.open("ab") as log:
@@ -230,7 +254,11 @@ def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], log_start: 
                 print(printable(line), flush=True)
         if programs and len(settled) == len(programs):
             print("\n".join(describe_endpoints(stack or {})))
-            return 0
+            held = [name for name, entry in programs.items() if entry["state"] == "held"]
+            if held:
+                text = f"training is held, so {', '.join(held)} does not run"
+                print(f"{text}; `roostream status {place.option}` says why", file=sys.stderr)
+            return 1 if held else 0
         if len(settled) > num_settled:
             num_settled, grown_s = len(settled), time.monotonic()
         if time.monotonic() >= grown_s + wait_s:
@@ -305,15 +333,15 @@ def down(home: Path) -> None:
 @home_option
 @click.option("--yes", is_flag=True, help="do not ask for confirmation")
 def reset(home: Path, yes: bool) -> None:
-    """Delete a stopped stack with its data, checkpoints and logs.
+    """Delete a stopped stack with its data, checkpoints and logs. Other files in the folder are kept.
 
     \b
     Example:
       roostream reset --home .roostream --yes
     """
-    if not yes:
-        click.confirm(f"Delete {home.absolute()} with all data, checkpoints and logs?", abort=True)
     place = Home(home)
+    if not yes:
+        click.confirm(f"Delete the stack in {place.root}: all data, checkpoints and logs?", abort=True)
     if not place.root.exists():
         print(f"there is no home {place.root}; nothing to delete")
         return
@@ -325,14 +353,31 @@ def reset(home: Path, yes: bool) -> None:
     place.run.mkdir(exist_ok=True)  # a reset that was interrupted may have deleted it
     place.lock()
     place.end_leftovers()
-    place.unlock()
-    for entry in place.root.iterdir():
+    entries = [entry for entry in place.root.iterdir() if _is_written_by_stack(entry.name)]
+    last = (place.run, place.stack_json)  # the lock, and what tells that this is a home
+    for entry in sorted(entries, key=lambda entry: (entry in last, entry == place.stack_json)):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry != place.stack_json:  # it goes last: without it, nothing tells that this is a home
+        else:
             entry.unlink()
-    shutil.rmtree(place.root)
+    place.unlock()
+    if kept := sorted(entry.name for entry in place.root.iterdir()):
+        shown = ", ".join(kept[:5]) + (", …" if len(kept) > 5 else "")
+        print(printable(f"deleted the stack in {place.root}; kept {shown}, which no stack has written"))
+        return
+    with contextlib.suppress(OSError):  # a mount point, or the parent folder may not be written
+        place.root.rmdir()
     print(f"deleted {place.root}")
+
+
+def _is_written_by_stack(name: str) -> bool:
+    """Whether a stack, a training or a replay writes an entry of this name into its home."""
+    if name in (*FOLDERS, *_OTHERS_IN_HOME):
+        return True
+    try:
+        return bool(find_spec(name))  # the folder of a program, such as shard-0
+    except ConfigError:
+        return False
 
 
 def describe_endpoints(stack: Mapping[str, Any]) -> list[str]:

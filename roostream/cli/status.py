@@ -114,7 +114,7 @@ class StackMonitor:
             "freshness": freshness_state(control),
             "metrics": quality(control),
             "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
-            "serving": serving_state(scraped.get("serving", ScrapedMetrics())),
+            "serving": serving_state(programs, scraped),
             "lost_records": lost_records(scraped),
             "guarantees": {"g1": sums.of_programs(scraped)},
         }

@@ -210,10 +210,8 @@ def _commit(c: Mapping[str, Any]) -> str:
         f"{number(c['commits'])} since the start, {number(c['aborts'])} aborted, "
         f"{number(c['rollbacks'])} rollbacks"
     )
-    return (
-        f"{c['state'] or NONE}, {c['incarnation'] or 0}-{c['seq'] or 0}, age "
-        f"{duration(c['commit_age_ms'])}, {counts}"
-    )
+    name = NONE if c["seq"] is None else f"{c['incarnation']}-{c['seq']}"
+    return f"{c['state'] or NONE}, {name}, age {duration(c['commit_age_ms'])}, {counts}"
 
 
 def _hold(hold: Mapping[str, Any]) -> str:

@@ -10,14 +10,16 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
+from roostream.cli.options import CommandGroup, NonEmptyPath, refuse_given, with_options
 from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
+from roostream.runtime.direct_http import open_direct
 from roostream.runtime.tls import no_password
 
 _TIMEOUT_S = 10.0
@@ -59,6 +61,8 @@ def admin_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def call(admin: str, token_file: Path, ca: str, certificate: str, **arguments: Any) -> None:
+        if not ca:  # else the token would go over a connection without TLS
+            refuse_given(("certificate",), "--ca")
         command(AdminInterface(admin, token_file, ca, certificate), **arguments)
 
     return with_options(
@@ -83,7 +87,7 @@ def list_versions(admin: AdminInterface) -> None:
     Example:
       roostream versions list --admin 127.0.0.1:8081 --token-file token
     """
-    _print(_call(admin, "GET", "versions"))
+    _print(admin, _call(admin, "GET", "versions"))
 
 
 @versions.command()
@@ -96,7 +100,7 @@ def activate(admin: AdminInterface, name: str) -> None:
     Example:
       roostream versions activate 3-120 --admin 127.0.0.1:8081 --token-file token
     """
-    _print(_call(admin, "POST", f"versions/{urllib.parse.quote(name, safe='')}/activate"))
+    _print(admin, _call(admin, "POST", f"versions/{urllib.parse.quote(name, safe='')}/activate"))
 
 
 @versions.command()
@@ -108,7 +112,7 @@ def resume(admin: AdminInterface) -> None:
     Example:
       roostream versions resume --admin 127.0.0.1:8081 --token-file token
     """
-    _print(_call(admin, "POST", "versions/resume"))
+    _print(admin, _call(admin, "POST", "versions/resume"))
 
 
 def _call(admin: AdminInterface, method: str, path: str) -> Any:
@@ -129,7 +133,7 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})
     context = admin.context()
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
+        with open_direct(request, _TIMEOUT_S, context) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -148,7 +152,19 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         return f"serving answered {error.code}"
 
 
-def _print(answer: dict[str, Any]) -> None:
+def _print(admin: AdminInterface, answer: Any) -> None:
+    try:
+        lines = list(_lines(answer))
+    except (LookupError, TypeError, ValueError):
+        raise UnavailableError(
+            f"expected the admin interface of serving at {admin.address}, got the answer of another program; "
+            "check admin_listen"
+        ) from None
+    for line in lines:
+        click.echo(line)
+
+
+def _lines(answer: Any) -> Iterator[str]:
     now_ms = time.time() * 1000
     for version in answer["versions"]:
         age = (
@@ -158,6 +174,6 @@ def _print(answer: dict[str, Any]) -> None:
         )
         roles = "".join(f", {role}" for role in version["roles"])
         pinned = ", until resume" if version["name"] == answer["activated"] else ""
-        click.echo(f"{version['name']}  {version['state']}{pinned}{roles}  {age}")
+        yield f"{version['name']}  {version['state']}{pinned}{roles}  {age}"
     for rejected in answer["refused"]:
-        click.echo(f"{rejected['name']}  rejected ({rejected['reason']})  {printable(rejected['message'])}")
+        yield f"{rejected['name']}  rejected ({rejected['reason']})  {printable(rejected['message'])}"

@@ -81,7 +81,7 @@ def _is_link_or_device(target: Path) -> bool:
 
 
 def _not_writable(target: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{target}: the report cannot be written ({error.strerror}); choose another --report")
+    return ConfigError(f"{target}: the report cannot be written ({error.strerror}); choose another file")
 
 
 def check_report(path: str) -> None:

@@ -13,6 +13,7 @@ import urllib.request
 from typing import Any
 
 from roostream.errors import UnavailableError
+from roostream.runtime.direct_http import open_direct
 
 JOB_NAME = "roostream-joiner"
 ENDED = ("FINISHED", "FAILED", "CANCELED")
@@ -201,7 +202,7 @@ class FlinkRest:
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+            with open_direct(request, self.timeout_s) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code == 404:

@@ -6,10 +6,11 @@ import concurrent.futures
 import http.client
 import math
 import time
-import urllib.request
 from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from roostream.runtime.direct_http import open_direct
 
 _MAX_BYTES = 4 << 20
 
@@ -78,7 +79,7 @@ def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
     caller."""
     ends_s = time.monotonic() + 5 * timeout_s
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with open_direct(url, timeout_s) as answer:
             body = bytearray()
             while len(body) < _MAX_BYTES and (piece := answer.read1(_MAX_BYTES - len(body))):
                 body += piece

@@ -36,6 +36,7 @@ SCOPES = {
     "admin": "the admin port",
 }
 FORMAT = 1
+_Time = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # seconds since 1970, until the end of the year 9999
 _SECRET_BYTES, _SALT_BYTES, _ID_BYTES = 32, 16, 6
 _TEXT = re.compile(rb"roo_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 
@@ -49,8 +50,8 @@ class BearerKey:
     scopes: tuple[str, ...]
     salt: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2}){16,}\Z")]
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # of salt and secret
-    created_s: int  # seconds since 1970
-    expires_s: int = 0  # refused from then on; 0 = never
+    created_s: _Time
+    expires_s: _Time = 0  # refused from then on; 0 = never
 
     def fits(self, secret: bytes) -> bool:
         """Constant-time comparison."""

@@ -4,14 +4,16 @@ size."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import main as benchmark_main
 from benchmarks.common.dataset_paths import EBNERD, absent
 from benchmarks.harness import machine
 from benchmarks.harness.benchmark import Subject
-from benchmarks.harness.subject_process import ROOT, PeerUnavailable, interpreter_for
+from benchmarks.harness.subject_process import ROOT, PeerUnavailable, SubjectError, interpreter_for
 from benchmarks.harness.subject_runner import Slice, SubjectRunner
 from benchmarks.logs import KEYS
 from benchmarks.main import benchmarks_by_name, find_benchmark, with_before
@@ -299,6 +301,30 @@ def _skips_stale(arguments: Any) -> bool:
 def test_against_adds_another_commit_after_each_of_our_subjects() -> None:
     row = with_before(find_benchmark("decode"), "abc").rows[0]
     assert [(s.role, s.environment) for s in row.subjects][:2] == [("ours", ""), ("before", "commit:abc")]
+
+
+def test_wrong_options_end_a_benchmark_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark_main, "measure", lambda *_, **__: pytest.fail("it measured"))
+    with pytest.raises(ConfigError, match="--against: commit no-such-commit is not in this repository"):
+        benchmark_main.main("decode", against="no-such-commit")
+    for wrong in (tmp_path, tmp_path / "absent" / "decode.json"):
+        with pytest.raises(ConfigError, match="expected a"):
+            benchmark_main.main("decode", wrong)
+
+
+def test_results_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(name: str, **_: object) -> dict[str, Any]:
+        if name == "decode":
+            raise SubjectError("it failed")
+        return {"question": name, "rows": []}
+
+    monkeypatch.setattr(benchmark_main, "run", run)
+    with pytest.raises(SubjectError):
+        benchmark_main.main("all", tmp_path / "all.json")
+    kept = [result["question"] for result in json.loads((tmp_path / "all.json").read_text())]
+    assert kept == [name for name in benchmark_main.names() if name < "decode"]
 
 
 def test_an_unknown_benchmark_is_reported_with_the_nearest_name() -> None:

@@ -19,12 +19,13 @@ from roostream.errors import ConfigError, SetupError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer
-from roostream.runtime.kafka.topics import all_partitions
+from roostream.runtime.kafka.topics import all_partitions, partitions_of
 from roostream.schema.ids import sample_id
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from tests.infra.auditor.test_auditor import KEY, T0, traffic
+from tests.runtime.test_kafka_topics import fake_broker
 
 
 def test_a_folder_without_a_stack_is_reported(tmp_path: Path) -> None:
@@ -48,6 +49,18 @@ def test_the_audit_of_a_secured_kafka_reads_its_login_from_a_program_s_file(tmp_
     assert (security.username, security.password) == ("u", "secret")
     with pytest.raises(ConfigError, match=r"kafka_security\.ca"):
         audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", security=security), False)
+
+
+@pytest.mark.parametrize("partitions", [2, 8])
+def test_topics_with_other_partitions_are_not_audited(
+    partitions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of two of four partitions may add up while events of the others are lost."""
+    names = {topic: partitions_of(topic, 4) for topic in AUDITED}
+    fake_broker(monkeypatch, names)
+    monkeypatch.setattr(clients, "wait_for_broker", lambda *_, **__: "cluster")
+    with pytest.raises(ConfigError, match=f"expected {partitions} partitions, got 4"):
+        audit_command.read_all(Topics(kafka="k:1", partitions=partitions))
 
 
 def test_an_external_broker_is_not_started(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import stat
+import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from roostream.cli import keys_command
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from serving.access.bearer_keys import Keyring, read_keys, write_keys
@@ -92,6 +96,38 @@ def test_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> None:
     assert [key.name for key in read_keys(file)] == ["scraper"]
     with pytest.raises(ConfigError, match="did you mean 'scraper'"):
         keys("revoke", "scrape", file=file)
+
+
+def test_commands_at_the_same_time_lose_no_key_and_undo_no_revocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.json"
+    keys("new", "stolen", "--scope", "admin", file=file)
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(0.2)  # the other commands read meanwhile, if they may
+        write_keys(*arguments)
+
+    monkeypatch.setattr(keys_command, "write_keys", write_slowly)
+    new, revoke = keys_command.keys_new.callback, keys_command.keys_revoke.callback
+    assert new is not None and revoke is not None
+    calls = [partial(new, name, ("rank",), None, file) for name in ("a", "b", "c")]
+    threads = [threading.Thread(target=call) for call in (*calls, partial(revoke, "stolen", file))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(key.name for key in read_keys(file)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("time_s", [-1, 10**18])
+def test_times_beyond_the_calendar_are_no_keys(time_s: int, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    keys("new", "web", "--scope", "rank", file=file)
+    (key,) = read_keys(file)
+    write_keys(file, [dataclasses.replace(key, created_s=time_s)])
+    with pytest.raises(ConfigError, match="created_s"):
+        keys("list", file=file)
 
 
 def test_a_damaged_file_is_not_written_over(tmp_path: Path) -> None:

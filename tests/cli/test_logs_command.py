@@ -46,6 +46,12 @@ def test_an_unknown_program_or_a_home_without_logs_is_reported(home: Path, tmp_p
     assert "has no logs" in str(run(tmp_path / "other", "trainer").exception)
 
 
+def test_a_log_that_cannot_be_read_does_not_look_empty(home: Path) -> None:
+    (home / "logs" / "broken.log").symlink_to("broken.log")
+    for arguments in (("broken",), ("trainer", "broken")):
+        assert isinstance(run(home, *arguments).exception, OSError)
+
+
 def test_a_followed_log_gives_complete_lines_only_and_continues_after_a_rotation(home: Path) -> None:
     path = home / "logs" / "trainer.log"
     tail = LogTail(path, "")

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.table import Table
 
 from roostream.cli.main import cli
-from roostream.cli.output import counted, print_json, progress_bar, wide_console
+from roostream.cli.output import clock, counted, print_json, progress_bar, wide_console
 
 
 def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +23,14 @@ def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[
     print_json({"a": nan, "b": [1.5, (infinity, -infinity)], "c": {"d": nan, "e": 2}})
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert printed == {"a": None, "b": [1.5, [None, None]], "c": {"d": None, "e": 2}}
+
+
+def test_a_time_beyond_the_calendar_is_a_number() -> None:
+    """A producer that sends microseconds writes such times; `inspect batch` must show them."""
+    assert clock(1_700_000_000_000) == "2023-11-14 22:13:20"
+    assert clock(253_402_300_799_000).startswith("9999-12-31") and clock(0) == "–"
+    assert clock(1_700_000_000_000_000) == "1,700,000,000,000,000 ms since 1970"
+    assert "since 1970" in clock(float(1 << 62))
 
 
 def test_without_a_terminal_no_progress_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

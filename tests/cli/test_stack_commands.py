@@ -4,10 +4,12 @@ them."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from infra.home import Home
+from roostream.cli import stack_commands
 from roostream.cli.stack_commands import (
     absolute_location,
     describe_endpoints,
@@ -25,6 +27,20 @@ def test_programs_are_settled_when_ready_or_stopped_by_a_hold() -> None:
         "controller",
         "worker",
     }
+
+
+@pytest.mark.parametrize(("state", "code"), [("ready", 0), ("held", 1)])
+def test_up_does_not_succeed_while_training_is_held(
+    state: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"pid": 1, "log": "l", "metrics": None, "restarts": 0, "said": ""}
+    programs = {"controller": {**entry, "state": "ready"}, "worker": {**entry, "state": state}}
+    at = dict.fromkeys(("serving", "flink", "home", "schema"), "")
+    Home(tmp_path).write_stack({**at, "supervisor_pid": 7, "programs": programs})
+    supervisor = SimpleNamespace(pid=7, returncode=None, poll=lambda: None)
+    monkeypatch.setattr(stack_commands.subprocess, "Popen", lambda *_, **__: supervisor)
+    assert stack_commands.start(tmp_path, ["up"], 5.0) == code
+    assert ("worker does not run" in capsys.readouterr().err) == bool(code)
 
 
 def test_a_restarting_program_is_shown_with_its_last_error_and_its_log() -> None:

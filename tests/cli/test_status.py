@@ -115,6 +115,7 @@ def test_scraped_text_is_found_by_name_and_labels_and_nonsense_is_empty() -> Non
 def test_the_table_names_problems_first_and_shows_a_dash_for_what_is_not_known() -> None:
     rows = table_rows({})
     assert rows["trainer"].startswith("–, watermark –") and rows["devices"] == "–"
+    assert rows["commit"].startswith("–, –, age –, – since the start"), "0-0 would be a measured commit"
     assert rows["accounted"] == "unknown, because not every auditor answers"
     assert rows["click rate"] == "served –, random –, best –; served / random is – now, – since the start"
     found = make_status(simulate=SIMULATE)
@@ -149,6 +150,31 @@ def test_workers_are_shown_one_by_one_and_summed() -> None:
     ]
     restarted = table_rows(three_workers(2, 2, requests=0, duplicates=0))["trainer"]
     assert "trained 5,432 as of the last commit; since the workers started: trained 0, skipped 0" in restarted
+
+
+def test_a_part_is_never_shown_as_the_sum_of_all_workers_or_shards() -> None:
+    both = three_workers(2, 2, candidates=50, outcomes={"taken": 5, "trained": 4})
+    whole = status.trainer_state(both)
+    assert (whole["candidates"], whole["outcomes"]["taken"]) == (100, 10)
+    one_silent = {**both, "reports": {"worker 1": both["reports"]["worker 1"]}}
+    part = status.trainer_state(one_silent)
+    assert (part["candidates"], part["requests"], part["outcomes"]) == (None, None, {})
+    rows = scrape.parse('roostream_shard_rows{stack="d16"} 7\n')
+    one, two = (
+        scrape.parse(
+            f'roostream_serving_requests_total{{status="200"}} {n}\nroostream_serving_degraded_total 1\n'
+            'roostream_serving_model_version{version="1-3"} 1\n'
+        )
+        for n in (5, 7)
+    )
+    processes = ["controller", "serving", "serving-1"]
+    both_answer = scrape_targets.serving_state(processes, {"serving": one, "serving-1": two})
+    assert both_answer == {"requests": 12, "degraded": 2, "version": "1-3"}
+    assert scrape_targets.serving_state(processes, {"serving": one})["requests"] is None
+    programs = ["worker", "shard-0", "shard-1"]
+    assert scrape_targets.rows_by_stack(programs, {"shard-0": rows, "shard-1": rows}) == {"d16": 14}
+    assert scrape_targets.rows_by_stack(programs, {"shard-0": rows, "shard-1": ScrapedMetrics()}) == {}
+    assert scrape_targets.rows_by_stack(programs, {"shard-0": rows}) == {}
 
 
 def test_progress_of_historical_training_is_shown() -> None:
@@ -308,21 +334,6 @@ def test_problems_that_a_controller_reports_are_shown(
     reported: dict[str, Any], troubles: dict[str, str]
 ) -> None:
     assert unhealthy_controller(reported) == troubles
-
-
-def test_sums_over_shards_and_workers_are_unknown_while_one_does_not_answer() -> None:
-    """The sum of the others would be shown as the number of all rows, or of all trained requests."""
-    shard = scrape.parse('roostream_shard_rows{stack="d16"} 7\n')
-    answers = {"shard-0": shard, "shard-1": shard}
-    assert scrape_targets.rows_by_stack(answers, answers) == {"d16": 14}
-    assert scrape_targets.rows_by_stack(answers, {**answers, "shard-1": ScrapedMetrics()}) == {}
-    outcomes = {"taken": 3, "trained": 3}
-    report = {**CONTROL["reports"]["worker 0"], "candidates": 5, "outcomes": outcomes}
-    reports = {"worker 0": report, "worker 1": report}
-    both = status.trainer_state({**CONTROL, "workers": 2, "reports": reports})
-    assert (both["candidates"], both["outcomes"]) == (10, {"taken": 6, "trained": 6})
-    one = status.trainer_state({**CONTROL, "workers": 2, "reports": {"worker 0": report}})
-    assert (one["candidates"], one["outcomes"]) == (None, {})
 
 
 def test_lost_records_are_shown_by_program() -> None:

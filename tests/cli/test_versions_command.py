@@ -159,7 +159,8 @@ def test_another_server_at_the_address_is_reported(token: Path) -> None:
         versions(url.removeprefix("http://"), token, "list")
 
 
-def test_an_answer_that_is_not_json_is_refused(admin: FakeAdminServer, token: Path) -> None:
-    admin.answer = (200, b"<html>")
-    with pytest.raises(UnavailableError, match="admin interface at 127"):
+@pytest.mark.parametrize("content", [b"<html>", b"[]", b"{}", b'{"versions": [3], "refused": []}'])
+def test_an_answer_of_another_program_is_refused(admin: FakeAdminServer, token: Path, content: bytes) -> None:
+    admin.answer = (200, content)
+    with pytest.raises(UnavailableError, match=r"admin interface.* at 127.*admin_listen"):
         versions(admin.address, token, "list")

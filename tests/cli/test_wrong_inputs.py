@@ -26,10 +26,13 @@ FILES = {
     '"candidates": [{"item_id": "boot"}]}\n{"type": "engagement", "request_id": "r", "user_id": "a", '
     '"time": "2024-05-01T08:00:04", "item_id": "boot", "action": "click"}\n',
     "x.parquet": "no Parquet",
+    "deep.json": "[" * 100_000,
 }
 LOG = ("--schema", SHOP, "--log", "log.jsonl")
 REPLAY = ("replay", "jsonl", *LOG, "--engine", "local")
 TABLE = ("--impressions", "x.parquet", "--engagements", "x.parquet")
+ADMIN = ("versions", "list", "--admin", "127.0.0.1:1", "--token-file", "map.toml")
+PLACEMENT = ("placement", "plan", "--store", "nothere", "--schema", SHOP, "--owners", "2")
 WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then the command
     ("no such file", "check", "--schema", "nothere.toml", "--log", "log.jsonl"),
     ("no such file", "check", "--schema", SHOP, "--log", "nothere.jsonl"),
@@ -89,7 +92,24 @@ WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then t
     ("worker-N or shard-N", "drain", "nobody", "--home", "nothere"),
     ("worker-N or shard-N", "drain", "worker-" + "9" * 20, "--controller", "127.0.0.1:1"),
     ("expected an address", "audit", "--kafka", "nohost"),
-    ("(Connection refused)", "versions", "list", "--admin", "127.0.0.1:1", "--token-file", "map.toml"),
+    ("--prefix is only used with --kafka", "audit", "--home", "nothere", "--prefix", "site."),
+    ("--partitions is only used with --kafka", "audit", "--home", "nothere", "--partitions", "4"),
+    ("--link is only used with --controller", "scale", "--workers", "2", "--link", "map.toml"),
+    ("--link is only used with --controller", "trainer", "release", "--link", "map.toml"),
+    ("--features is only used with", "inspect", "session", "--leases", "nothere", "--features", "a"),
+    ("--certificate is only used with --ca", *ADMIN, "--certificate", "x.pem"),
+    ("--module is only used with --write-torchrec", *PLACEMENT, "--module", "a.b"),
+    ("shard-0 to shard-1", "up", "--home", "home", "--port", "shard-2=8080"),
+    ("NAME=PORT", "up", "--home", "home", "--port", "serving=" + "9" * 5000),
+    ("expected integer", "up", "--home", "home", "--set", "worker.batch_requests=" + "9" * 5000),
+    ("`placement map --json`", "placement", "apply", "deep.json", "--home", "nothere"),
+    ("`placement plan --json`", "placement", "diff", "deep.json", "deep.json"),
+    ("captured session", "replay", "session", "deep.json", "nothere"),
+    ("export.json cannot be read", "checkpoint", "import", "--from", "folder", "--home", "home"),
+    ("shard-0 to shard-1", "up", "--home", "home", "--port", "shard-one=8080"),
+    ("no port of kafka", "up", "--home", "home", "--kafka", "127.0.0.1:1", "--port", "kafka=8080"),
+    ("expected a path, got ''", "train", "--warehouse", "w", "--schema", SHOP, "--home", ""),
+    ("(Connection refused)", *ADMIN),
     ("expected an address", "trainer", "release", "--controller", "nothost"),
     ("--kafka: expected an address", "topics", "create", "--kafka", "nohost"),
     ("expected a duration", "topics", "keep", "5x", "--kafka", "127.0.0.1:1"),
@@ -121,6 +141,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "export.json").write_text(FILES["deep.json"])
     (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -205,6 +226,15 @@ def test_characters_that_a_terminal_cannot_show_are_escaped(folder: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert b"requests" in done.stdout and done.stdout.isascii() and b"Traceback" not in done.stderr
+
+
+def test_a_limit_of_file_sizes_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    command = f"ulimit -f 8; exec {sys.executable} -m roostream.cli.main init shop"
+    done = subprocess.run(
+        ("bash", "-c", command), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert (done.returncode, b"ulimit -f" in done.stderr, b"Traceback" in done.stderr) == (2, True, False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_in_use_is_reported(

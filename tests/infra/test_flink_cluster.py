@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from infra import kafka_broker
 from infra.flink_cluster import (
     JOB_MANAGER,
     Cluster,
@@ -23,7 +24,7 @@ from infra.jars import java_locale
 from infra.kafka_broker import broker_program, server_properties, use_external_broker
 from infra.options import StackOptions
 from infra.redis_server import redis_program
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, SetupError, UnavailableError
 
 ECHO = Path("/bin/echo")
 
@@ -54,6 +55,17 @@ def test_services_log_in_the_home_and_are_not_ready_before_they_answer(cluster: 
     assert "-Dtaskmanager.resource-id=flink-tm-1" in programs[-1].command, (
         "a task manager must keep its id after a restart"
     )
+
+
+def test_a_format_of_kafkas_folder_that_hangs_is_an_error_and_no_defect(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = home.root / "java"
+    java.write_text("#!/bin/sh\nexec sleep 60\n")
+    java.chmod(0o755)
+    monkeypatch.setattr(kafka_broker, "_FORMAT_S", 0.2)
+    with pytest.raises(SetupError, match="too busy"):
+        broker_program(home, StackOptions(), dict(os.environ), java, 1003, 1004).prepare()
 
 
 def test_a_task_manager_has_the_heap_that_its_configuration_says(home: Home) -> None:

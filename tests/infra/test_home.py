@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,11 +116,38 @@ def test_only_a_home_folder_is_deleted(tmp_path: Path) -> None:
 
 def test_an_interrupted_reset_can_be_repeated(home: Home) -> None:
     home.write_stack({"programs": {}})
-    (home.root / "notes").write_text("x")
-    (home.root / "elsewhere").symlink_to(home.root.parent)
+    (home.root / "shard-1" / "segments").mkdir(parents=True)
+    (home.root / "warehouse").symlink_to(home.root.parent)
     home.run.rmdir()
     assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
     assert not home.root.exists() and home.root.parent.exists()
+
+
+def test_a_home_that_is_a_mount_point_can_be_reset(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write_stack({"programs": {}})
+    rmdir = Path.rmdir
+
+    def refuse(path: Path) -> None:
+        if path == home.root:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", refuse)
+    assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
+    assert list(home.root.iterdir()) == []
+
+
+def test_files_that_no_stack_has_written_are_kept(home: Home) -> None:
+    home.write_stack({"programs": {}})
+    programs = ("shard-0", "worker", "worker-1", "serving-1", "joiner", "auditor", "archiver")
+    for name in (*programs, "kafka", "redis", "flink", "warehouse", "store"):
+        (home.root / name / "data").mkdir(parents=True)
+    own = ("log.jsonl", "schema.toml", "model.toml", "shards", "worker.py", "serving-one")
+    for name in own:
+        (home.root / name).write_text("of the user")
+    result = CliRunner().invoke(reset, ["--home", str(home.root), "--yes"])
+    assert result.exit_code == 0 and "log.jsonl" in result.output
+    assert sorted(path.name for path in home.root.iterdir()) == sorted(own)
 
 
 def test_a_full_disk_can_be_cleared(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +171,24 @@ def test_a_running_home_is_not_deleted(home: Home) -> None:
     assert CliRunner().invoke(reset, command).exit_code == 0
     assert not home.root.exists()
     assert CliRunner().invoke(reset, command).exit_code == 0
+
+
+def test_a_status_at_the_same_moment_does_not_keep_a_stack_from_starting(home: Home) -> None:
+    (home.run / "lock").touch()
+    with (home.run / "lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `is_locked` does, for longer
+        threading.Timer(0.02, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        home.lock()
+    assert Home(home.root).is_locked()
+    home.unlock()
+
+
+def test_a_home_whose_stack_cannot_be_seen_is_not_one_without_a_stack(home: Home) -> None:
+    assert home.read_stack() is None
+    home.stack_json.mkdir()  # as for an account that may not read it
+    for call in (home.read_stack, home.running_stack, home.end_leftovers):
+        with pytest.raises(SetupError, match="a stack may run there"):
+            call()
 
 
 def test_a_home_with_an_unreadable_lock_does_not_count_as_free(tmp_path: Path) -> None:

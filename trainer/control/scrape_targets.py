@@ -159,7 +159,7 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
     return {
         "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
         "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
-        "serving": serving_state(scraped.get("serving", ScrapedMetrics())),
+        "serving": serving_state(names, scraped),
         "joiner_watermark_ms": scraped.get("joiner", ScrapedMetrics()).ms(
             "roostream_joiner_watermark_timestamp_seconds"
         ),
@@ -237,10 +237,21 @@ def _ratio(rates: Mapping[str, float | None]) -> float | None:
     return served / random if served is not None and random else None
 
 
-def serving_state(serving: ScrapedMetrics) -> dict[str, Any]:
-    """Number of answers since its start, and the committed version that it scores with."""
+def serving_state(programs: Iterable[str], scraped: Mapping[str, ScrapedMetrics]) -> dict[str, Any]:
+    """Number of answers of the serving processes among `programs` since their start, and the committed
+    version that they score with. None while one does not answer, or for different versions."""
+    each = [scraped.get(name, ScrapedMetrics()) for name in programs if name.partition("-")[0] == "serving"]
+    requests = [serving.total("roostream_serving_requests_total") for serving in each]
+    degraded = [serving.value("roostream_serving_degraded_total") for serving in each]
+    versions = {serving.state("roostream_serving_model_version", "version") for serving in each}
     return {
-        "requests": serving.total("roostream_serving_requests_total"),
-        "degraded": serving.value("roostream_serving_degraded_total"),
-        "version": serving.state("roostream_serving_model_version", "version"),
+        "requests": _whole_sum(requests),
+        "degraded": _whole_sum(degraded),
+        "version": versions.pop() if len(versions) == 1 else None,
     }
+
+
+def _whole_sum(values: list[float | None]) -> float | None:
+    """None if one is unknown, or there are none: a sum of some is no sum."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None

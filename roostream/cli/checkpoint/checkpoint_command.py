@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -212,9 +213,7 @@ def export_command(
 
     with progress_bar("collecting rows"):
         made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
-        write_tensors(Path(to), made.tensors)
-    if make_ids is not None:
-        write_tensors(make_ids, made.ids)
+        write_tensors({Path(to): made.tensors, **({make_ids: made.ids} if make_ids else {})})
     for name, values in made.tensors.items():
         click.echo(f"{to}: {name} {list(values.shape)}")
     for table, rows in made.left_out.items():
@@ -250,7 +249,7 @@ def import_command(
     but no offsets. With a --store in a bucket the rows go there, and shards fetch them when they start.
 
     Or from the rows of a TorchRec EmbeddingBagCollection, and the dense weights in the file whose names match
-    the model.
+    the model; then the rows are in the home, too.
 
     \b
     Example:
@@ -279,6 +278,7 @@ def import_command(
                 opened,
                 place.root,
                 deployment,
+                with_copies=is_object_store(store),
             )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
@@ -333,19 +333,18 @@ def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bo
     place = Home(home)
     opened = opened_store(home, store)
     _number(opened, seq)
-    if not store and place.is_locked():
-        raise SetupError(f"a stack runs in {place.root}; stop it with `roostream down {place.option}` first")
-    newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
-    if not newer and incarnation <= manifests.newest_incarnation(opened):
-        click.echo(f"commit {seq} is already the newest")
-        return
-    click.echo(
-        f"{len(newer)} commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ "
-        "until new commits follow):"
-    )
-    for name, text in commit_rows(newer):
-        click.echo(f"  {name}: {text}")
-    if not yes:
-        click.confirm("Discard them?", abort=True)
-    gone = manifests.discard_after(opened, seq, above=incarnation)
-    click.echo(f"commit {seq} is the newest now; {len(gone)} discarded")
+    with contextlib.nullcontext() if store else place.locked():  # no stack starts meanwhile
+        newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
+        if not newer and incarnation <= manifests.newest_incarnation(opened):
+            click.echo(f"commit {seq} is already the newest")
+            return
+        click.echo(
+            f"{len(newer)} commits are newer than {seq} and will be discarded (kept in "
+            f"{manifests.DISCARDED}/ until new commits follow):"
+        )
+        for name, text in commit_rows(newer):
+            click.echo(f"  {name}: {text}")
+        if not yes:
+            click.confirm("Discard them?", abort=True)
+        gone = manifests.discard_after(opened, seq, above=incarnation)
+        click.echo(f"commit {seq} is the newest now; {len(gone)} discarded")

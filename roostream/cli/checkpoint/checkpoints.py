@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infra.home import Home
 from param_server.embedding_table import Keys
 from param_server.key_value_store import RocksDbStore
 from param_server.segment_copies import SegmentCopies
@@ -29,7 +31,7 @@ from param_server.segment_parts import Segment
 from param_server.segments import STORE_KEY, Segments, commit_of
 from param_server.table import shapes_of
 from roostream.cli.output import UpdateProgress
-from roostream.errors import CheckpointError, SetupError
+from roostream.errors import CheckpointError, RoostreamError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
@@ -65,7 +67,8 @@ def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
             else:
                 out.append({**_describe(manifest), "tier": tiers.get(number, "")})
         except CheckpointError as error:
-            out.append({"seq": number, "problem": str(error)})
+            if number in manifests.numbers(store):  # a running stack may have deleted it meanwhile
+                out.append({"seq": number, "problem": str(error)})
     return out
 
 
@@ -92,7 +95,15 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
 
 def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
     """Read every part of a commit: manifest, previous manifest, files, schema, and the segments of shards in
-    `home`."""
+    `home`. A commit that a running stack deletes meanwhile is "not reached"."""
+    for outcome in _verify(store, number, home):
+        if outcome.state == "damaged" and number not in manifests.numbers(store):
+            yield Outcome(outcome.part, "not reached", f"commit {number} was deleted meanwhile")
+            return
+        yield outcome
+
+
+def _verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
     name = manifests.manifest_name(number)
     try:
         restorable = manifests.load(store, name)
@@ -204,7 +215,7 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _rows_of(
+def rows_of(
     store: CheckpointStore, manifest: Manifest, schema: Schema, index: int, home: Path | None
 ) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
     """As `shard_segments`, from the copies in the store if it has all of them; then the shard may run, and
@@ -262,7 +273,7 @@ def export(
     written = [f"store/{IDENTITY_NAME}", *(f"store/{name}" for name in files)]
     (to / "rows").mkdir()
     for index in manifest.shards:
-        with _rows_of(store, manifest, schema, index, home) as (segments, state):
+        with rows_of(store, manifest, schema, index, home) as (segments, state):
             written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id, on_part)
             for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
@@ -299,7 +310,7 @@ def export_to_store(
     create_store(to)
     states, on_part = {}, _counts_parts(manifest, update)
     for index in manifest.shards:
-        with _rows_of(store, manifest, schema, index, home) as (segments, state):
+        with rows_of(store, manifest, schema, index, home) as (segments, state):
             states[index] = _send_all(segments, state, to, index, on_part)
     _copy_files(store, manifest, to, on_part)
     copied = _with_segments(manifest, states)
@@ -429,7 +440,7 @@ def import_export(
     """Make the export in `folder` the only commit of `store`, with its segments in `home`, or as copies in
     `store` if `home` is None; returns its manifest.
 
-    If another error than those below is raised, `store` has no commit: empty the home and call this again.
+    If another error than those below is raised, `store` has no commit: call this again.
 
     Raises:
         CheckpointError: there is no export, or a part of it is missing or damaged. Nothing was changed.
@@ -463,29 +474,50 @@ def _import(
     update: UpdateProgress,
 ) -> Manifest:
     expect_empty(store, home, manifest.shards)
-    schema, store_id = schema_of(source, manifest), create_store(store)
-    states, on_part = {}, _counts_parts(manifest, update)
-    for index in manifest.shards:
-        with _rows_of(source, manifest, schema, index, source_home) as (segments, state):
-            if home is None:
-                states[index] = _send_all(segments, state, store, index, on_part)
-            else:
-                copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id, on_part)
-                states[index] = tuple(segment._replace(copy=None) for segment in state)
-    register(store, schema)
-    for file in manifest.files.values():
-        store.put(file.name, manifests.read_file(source, file))
-        on_part()
-    newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
-    # Row versions continue above those of the other cluster.
-    store.put(f"{manifests.INCARNATIONS}/{newest:08d}", b"{}")
-    imported = without_offsets(_with_segments(manifest, states))
-    if not store.create(imported.name, imported.encode()):
-        raise SetupError(
-            f"expected a store without commits, but {imported.name} was just created; stop the trainer "
-            "that runs there"
-        )
-    return imported
+    with import_into(store, home, manifest.shards):
+        schema, store_id = schema_of(source, manifest), create_store(store)
+        states, on_part = {}, _counts_parts(manifest, update)
+        for index in manifest.shards:
+            with rows_of(source, manifest, schema, index, source_home) as (segments, state):
+                if home is None:
+                    states[index] = _send_all(segments, state, store, index, on_part)
+                else:
+                    copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id, on_part)
+                    states[index] = tuple(segment._replace(copy=None) for segment in state)
+        register(store, schema)
+        for file in manifest.files.values():
+            store.put(file.name, manifests.read_file(source, file))
+            on_part()
+        newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
+        # Row versions continue above those of the other cluster.
+        store.put(f"{manifests.INCARNATIONS}/{newest:08d}", b"{}")
+        imported = without_offsets(_with_segments(manifest, states))
+        if not store.create(imported.name, imported.encode()):
+            raise SetupError(
+                f"expected a store without commits, but {imported.name} was just created; stop the trainer "
+                "that runs there"
+            )
+        return imported
+
+
+@contextlib.contextmanager
+def import_into(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> Iterator[None]:
+    """Hold the lock of the home, so that no stack starts there meanwhile. After an error, the rows that the
+    block has written are deleted if there is no commit, so that the import can be repeated.
+
+    Raises:
+        SetupError: as `expect_empty`, or a stack runs in the home.
+    """
+    with Home(home).locked() if home else contextlib.nullcontext():
+        expect_empty(store, home, shards)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RoostreamError):  # a store that does not answer may have the commit
+                if home and not manifests.numbers(store):
+                    for index in shards:
+                        shutil.rmtree(home / f"shard-{index}" / "segments", ignore_errors=True)
+            raise
 
 
 def expect_empty(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> None:
@@ -512,7 +544,7 @@ def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
     try:
         about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
         version, number = about["format"], int(about["seq"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
             f"expected an export in {folder}, but its export.json cannot be read ({why}); create one with "

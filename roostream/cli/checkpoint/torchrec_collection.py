@@ -11,6 +11,7 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -25,10 +26,11 @@ from param_server.embedding_table import Keys
 from param_server.initial_rows import initial_rows
 from param_server.key_value_store import RocksDbStore
 from param_server.row_block import RowBlock
+from param_server.segment_copies import SegmentCopies
 from param_server.segments import Segments
 from param_server.table import shapes_of
 from roostream.cli.checkpoint import checkpoints
-from roostream.cli.checkpoint.checkpoints import expect_empty
+from roostream.cli.checkpoint.checkpoints import expect_empty, import_into
 from roostream.errors import CheckpointError, SchemaError, SetupError, nearest
 from roostream.models.build import build_model, load_model_config
 from roostream.models.config import ModelConfig
@@ -103,13 +105,19 @@ def read_ids(path: Path | None) -> dict[str, np.ndarray]:
     return found
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a new safetensors file. Raises CheckpointError: the file exists or cannot be written."""
-    try:
-        with path.open("xb") as file:
-            file.write(tensor_file.encode(tensors, {}))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror}); choose a new file") from None
+def write_tensors(files: Mapping[Path, Mapping[str, np.ndarray]]) -> None:
+    """Write new safetensors files, all or none. Raises CheckpointError: one exists or cannot be written."""
+    with contextlib.ExitStack() as on_error:
+        for path, tensors in files.items():
+            try:
+                with path.open("xb") as file:
+                    on_error.callback(path.unlink)
+                    file.write(tensor_file.encode(tensors, {}))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be written ({error.strerror}); choose a new file"
+                ) from None
+        on_error.pop_all()
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
@@ -169,11 +177,11 @@ def collection_of(
 
     Raises:
         CheckpointError: the commit is damaged, or the ids of a table are not row numbers and not in `ids`.
-        SetupError: a shard is running, or its segments are missing.
+        SetupError: a shard whose rows are only in its home is running, or its segments are missing.
     """
     manifest = manifests.load(store, manifests.manifest_name(number)).manifest
     schema = checkpoints.schema_of(store, manifest)
-    found = _live(manifest, schema, home)
+    found = _live(store, manifest, schema, home)
     if unknown := sorted(ids.keys() - schema.table_by_name.keys()):
         raise CheckpointError(f"expected ids of tables of the schema, got ids of {unknown[0]!r}; remove them")
     out = CollectionExport({}, {}, {})
@@ -189,13 +197,13 @@ def collection_of(
 
 
 def _live(
-    manifest: manifests.Manifest, schema: Schema, home: Path
+    store: CheckpointStore, manifest: manifests.Manifest, schema: Schema, home: Path
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Read the live rows of all shards. Returns, for each table, ids [U] and rows [U, D]."""
     names = {table.id: table.name for table in schema.table_by_name.values()}
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for index in manifest.shards:
-        with checkpoints.shard_segments(manifest, schema, index, home) as (segments, state):
+        with checkpoints.rows_of(store, manifest, schema, index, home) as (segments, state):
             for block in checkpoints.live_rows(segments, state).values():
                 for number in np.unique(block["table"]).tolist():
                     in_table_K = block["table"] == number
@@ -284,11 +292,13 @@ def import_collection(
     store: CheckpointStore,
     home: Path,
     new: NewDeployment,
+    *,
+    with_copies: bool = False,
 ) -> CollectionImport:
     """Make the rows the only commit of `store`, with segments in `home`; `up` continues there with the same
-    settings.
+    settings. `with_copies`: `store` gets copies of the segments, which shards with other homes fetch.
 
-    After any other error than those below there is no commit; empty the home and call again.
+    After any other error than those below there is no commit; call again.
 
     Raises:
         CheckpointError: `ids` does not match the rows, or a dense weight is not finite. Nothing was changed.
@@ -298,17 +308,21 @@ def import_collection(
     blocks = _blocks(collection.rows, ids, new)
     tensors, taken = _dense(collection.others, new)
     expect_empty(store, home, indices)
-    store_id = create_store(store)
-    register(store, new.schema)
-    shards = {index: _write_shard(blocks, index, home, new, store_id) for index in indices}
-    save_options(home, new.options)
-    store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
-    manifest = _manifest(store, tensors, shards, new)
-    if not store.create(manifest.name, manifest.encode()):
-        raise SetupError(
-            f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
-            "that runs there"
-        )
+    with import_into(store, home, indices):
+        store_id = create_store(store)
+        register(store, new.schema)
+        shards = {}
+        for index in indices:
+            copies = SegmentCopies(store, index) if with_copies else None
+            shards[index] = _write_shard(blocks, index, home, new, store_id, copies)
+        save_options(home, new.options)
+        store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
+        manifest = _manifest(store, tensors, shards, new)
+        if not store.create(manifest.name, manifest.encode()):
+            raise SetupError(
+                f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
+                "that runs there"
+            )
     num_rows = sum(map(len, collection.rows.values()))
     weights = sum(name.startswith("model.") for name in tensors)
     return CollectionImport(num_rows, len(collection.rows), taken, weights)
@@ -353,7 +367,12 @@ def _blocks(
 
 
 def _write_shard(
-    blocks: Mapping[str, RowBlock], index: int, home: Path, new: NewDeployment, store_id: str
+    blocks: Mapping[str, RowBlock],
+    index: int,
+    home: Path,
+    new: NewDeployment,
+    store_id: str,
+    copies: SegmentCopies | None,
 ) -> dict[str, object]:
     """Write the rows of a shard's buckets as a segment; returns the shard's entry in the manifest."""
     owners = BucketMap.modulo(new.options.buckets, new.options.num_shards)
@@ -375,6 +394,8 @@ def _write_shard(
             store_id=store_id,
         )
         written = segments.write(f"{_SEQ}-{_INCARNATION}", own_blocks, ())
+        if copies is not None:
+            written = segments.send(written, copies)
     finally:
         blobs.close()
     return {"segments": [segment.plain() for segment in written], "rows_end": {}}

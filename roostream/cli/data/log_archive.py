@@ -8,7 +8,6 @@ Memory: the open requests of the joiner, and the records of one file for each to
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +69,8 @@ def archive_log(
     On failure unreferenced files may remain in the warehouse.
 
     Raises:
-        ConfigError: the warehouse has this log already, or the log cannot be read.
+        ConfigError: the warehouse has this log already, or its corrections with other settings, or the log
+            cannot be read.
         LogError: a line cannot be used or joined, and such lines are not skipped; nothing was committed.
         UnavailableError: the warehouse cannot be written now.
     """
@@ -103,8 +103,16 @@ def archive_log(
             f"{counts.dead} events cannot be joined, and nothing was imported: {shown}; correct the log, or "
             "use --skip-bad to leave such events out"
         )
-    with contextlib.suppress(FencedError):  # an import that ended before the samples' commit did this part
-        warehouse.corrections.commit(*files.commit_of(CORRECTIONS))
+    commit = files.commit_of(CORRECTIONS)
+    try:
+        warehouse.corrections.commit(*commit)
+    except FencedError:  # an import that ended before the samples' commit did this part
+        known = warehouse.corrections.snapshot()
+        if any(known.progress(name) != step.after for name, step in commit[2].items()):
+            raise ConfigError(
+                f"{place}: an import of this log with another --window ended before its samples were added, "
+                "and nothing was changed; repeat it with the --window that it had"
+            ) from None
     try:
         warehouse.samples.commit(*files.commit_of(SAMPLES))
     except FencedError:

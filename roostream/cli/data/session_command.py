@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from roostream.cli.data.feature_command import select_features
-from roostream.cli.options import FiniteRange, Location, NonEmptyPath, json_option
+from roostream.cli.options import FiniteRange, Location, NonEmptyPath, json_option, refuse_given
 from roostream.cli.output import clock, counted, plain, print_json
 from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.store_identity import open_checkpoint_store
@@ -66,6 +66,7 @@ def inspect_session(
     if (warehouse is None) == (leases is None):
         raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of the two")
     if leases is not None:
+        refuse_given(("days", "features", "capture"), "a warehouse")
         log = read_leases(leases)
         if as_json:
             print_json(log)

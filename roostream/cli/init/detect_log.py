@@ -141,6 +141,11 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     """
     form = form_of([*paths, *choices.engagements])
     if form == "jsonl" and not choices.engagements and _has_own_lines(paths[0]):
+        if given := [f"--{role}" for role in choices.columns] or ["--ignore"] * bool(choices.ignore):
+            raise ConfigError(
+                f"{given[0]}: expected a table, got the log's own lines, whose names are fixed; remove the "
+                "option, and delete from the schema what is not wanted"
+            )
         return _jsonl(paths, choices)
     with tempfile.TemporaryDirectory() as folder:
         # `replay parquet` takes objects as they are.
@@ -153,6 +158,7 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
 
         rows, complete, types = first_rows(paths)
         if not choices.engagements:
+            _check_ignored(paths[0], choices, rows)
             lists = _item_lists(paths[0], rows, choices)
             if lists.each:
                 choices = dataclasses.replace(choices, columns=choices.columns | {"item": lists.each[0]})
@@ -163,6 +169,7 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
                     types = types.set(n, pa.field(field.name, field.type.value_type))
             return dataclasses.replace(_flat(paths[0], rows, complete, choices, lists), types=types)
         done, all_done, _ = first_rows(choices.engagements)
+        _check_ignored(paths[0], choices, [*rows, *done])
     if form == "jsonl":
         raise ConfigError(
             "--engagements: expected tables; in JSON lines, engagements stand beside impressions"
@@ -174,6 +181,14 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
             "with a row per shown item and a column such as 'clicked'"
         )
     return _two_tables(rows, done, complete and all_done, form, choices)
+
+
+def _check_ignored(path: str, choices: Choices, rows: Sequence[dict[str, Any]]) -> None:
+    """Raises ConfigError: a column to leave out does not exist. Misspelt, it would become a feature."""
+    known = {name for row in rows for name in row} if choices.ignore else set()
+    for name in choices.ignore:
+        if rows and name not in known:
+            raise ConfigError(f"{path}: --ignore: no column {name!r}{nearest(name, known)}")
 
 
 def _has_own_lines(path: str) -> bool:
@@ -782,7 +797,7 @@ def _cell(cell: Any) -> Any:
     """The object that a text is as JSON, as in a column of weighted ids or sequences."""
     try:
         return json.loads(cell) if isinstance(cell, str) and cell[:1] == "{" else cell
-    except ValueError:
+    except (ValueError, RecursionError):
         return cell
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import sys
+import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,16 @@ def init_folder(name: str, given: dict[str, Any]) -> None:
     except SettingError as error:
         raise ConfigError(f"{error}; such as `roostream init shop`") from None
     if given["log"]:
-        _write(folder, given["log"], given)
+        files, found = _detected(folder, given["log"], given)
+        with _new_files(folder) as new:
+            for name, text in files.items():
+                (new / name).write_text(text, encoding="utf-8")
+        print_sentences(found.assumed)
+        print_sentences([f"the action to predict first is {found.click!r}"])
+        print_sentences(
+            ["a feature that is known only after the list was shown must be removed: it tells the label"]
+        )
+        _print_next(folder, given["log"], given, found, list(files))
         return
     for flag in ("engagements", "ignore", "click", *_ROLES):
         if given[flag]:
@@ -41,11 +53,13 @@ def init_folder(name: str, given: dict[str, Any]) -> None:
     action, second, requests = _questions(given)
     _check_new(folder, ("schema.toml", "model.toml", "log.jsonl"))
 
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "log.jsonl"
-    with log.open("x", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in counted(sample_lines(requests, action, second), "lines"))
-    _write(folder, (str(log),), {**given, "click": action}, is_sample=True)
+    with _new_files(folder) as new:
+        with (new / "log.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in counted(sample_lines(requests, action, second), "lines"))
+        files, found = _detected(folder, (str(new / "log.jsonl"),), {**given, "click": action})
+        for name, text in files.items():
+            (new / name).write_text(text, encoding="utf-8")
+    _print_next(folder, (str(folder / "log.jsonl"),), given, found, [*files, "log.jsonl"])
 
 
 def _questions(given: dict[str, Any]) -> tuple[str, str, int]:
@@ -80,8 +94,30 @@ def _check_new(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample: bool = False) -> None:
-    """Detect the log's features, write the files, and print what to type next."""
+@contextlib.contextmanager
+def _new_files(folder: Path) -> Iterator[Path]:
+    """A folder for new files, which are moved into `folder` at the end of the block. After an error or Ctrl-C
+    none of them stays, so that the command can be repeated."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".init-", dir=folder) as new:
+            yield Path(new)
+            for file in sorted(Path(new).iterdir()):
+                os.rename(file, folder / file.name)
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _detected(folder: Path, log: Sequence[str], given: dict[str, Any]) -> tuple[dict[str, str], FoundLog]:
+    """The log's features, and the text of each file to write: name → text.
+
+    Raises:
+        ConfigError: the log cannot be read or is not clear, or one of the files exists.
+    """
     if Path(log[0]).is_dir():
         behaviors = Path(log[0]) / "behaviors.parquet"
         hint = f"an EB-NeRD folder needs no schema: roostream replay ebnerd --behaviors {behaviors}"
@@ -95,7 +131,8 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     )
     with progress_bar("reading the log"):
         found = detect_log(log, choices)
-    files = {"schema.toml": schema_text(folder.name, found, ", ".join(map(str, log))), "model.toml": MODEL}
+    source = ", ".join(log) if given["log"] else str(folder / "log.jsonl")
+    files = {"schema.toml": schema_text(folder.name, found, source), "model.toml": MODEL}
     schema = schema_from_dict(tomllib.loads(files["schema.toml"]))  # nothing is written if it is not valid
     if found.types is not None:
         found.map["features"] |= _not_in_table(found, schema)
@@ -107,17 +144,16 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
             check_types(log[0], column_map, schema, found.types)
         except ConfigError as error:
             raise ConfigError(f"{error}, or leave it out with --ignore COLUMN") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    if not is_sample:
-        print_sentences(found.assumed)
-        print_sentences([f"the action to predict first is {found.click!r}"])
-        print_sentences(
-            ["a feature that is known only after the list was shown must be removed: it tells the label"]
-        )
-    written = ", ".join([*files, *(["log.jsonl"] if is_sample else [])])
-    click.echo(f"{folder}/: {written}; {found.requests:,} requests with {found.candidates:,} candidates")
+    return files, found
+
+
+def _print_next(
+    folder: Path, log: Sequence[str], given: dict[str, Any], found: FoundLog, written: Sequence[str]
+) -> None:
+    """Print what was written and what to type next."""
+    click.echo(
+        f"{folder}/: {', '.join(written)}; {found.requests:,} requests with {found.candidates:,} candidates"
+    )
     click.echo("next:")
     given["ignore"] = (*given["ignore"], *found.ignored)
     for command in _next(folder, log, given, found.form):

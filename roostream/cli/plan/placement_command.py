@@ -37,7 +37,15 @@ from roostream.cli.checkpoint import move_buckets
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.checkpoint.checkpoints import schema_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards, bytes_by_bucket, newest_commit
-from roostream.cli.options import CommandGroup, FiniteRange, Location, NonEmptyPath, json_option, with_options
+from roostream.cli.options import (
+    CommandGroup,
+    FiniteRange,
+    Location,
+    NonEmptyPath,
+    json_option,
+    refuse_given,
+    with_options,
+)
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
 from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
 from roostream.runtime.bucket_map import BucketMap, moved
@@ -159,6 +167,8 @@ def plan_command(
       roostream placement plan --store … --schema … --owners 2 --collection rows.safetensors --write-torchrec
       plan.json
     """
+    if torchrec is None:
+        refuse_given(("module",), "--write-torchrec")
     if collection is not None:
         given["row_texts"] = (*_rows_of(collection, given["schema"]), *given["row_texts"])
     tables, why, found = _plan(**given, whole_or_all=torchrec is not None)
@@ -280,7 +290,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected a plan, got {error.strerror}; create one with `placement plan --json`"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f"{file}: expected the output of `placement plan --json`, got something else; create one with it"
         ) from None
@@ -440,7 +450,7 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
     """
     after, opened = _read_map(map_file), opened_store(home, store)
     move_buckets.check_move(move_buckets.newest_commit(opened).manifest, after)
-    with _committed(opened, home, 0 if dry_run else after.num_owners) as committed:
+    with _committed(opened, home, 0 if dry_run else after.num_owners) as committed, Home(home).locked():
         rows = list(
             _describe_moves(committed.manifest.owners, after, move_buckets.bytes_by_bucket(committed))
         )
@@ -463,7 +473,7 @@ def _read_map(file: Path) -> BucketMap:
         raise ConfigError(
             f"{file}: expected a bucket map, got {error.strerror}; create one with `placement map --json`"
         ) from None
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, RecursionError) as error:
         raise ConfigError(f"{file}: expected the output of `placement map --json` ({error})") from None
 
 

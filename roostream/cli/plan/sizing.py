@@ -31,6 +31,7 @@ _SEAL_KEY_BYTES = 200  # of a sample, while its day is sealed: roostream/warehou
 _SEAL_BYTES = 5 * (128 << 20) + 300e6  # for `merge_bytes`, and for an idle compactor
 _READ_OF_UPDATER = 0.4  # what another updater adds to a request's read of Redis (docs/decisions/0118)
 _SPARE_CONNECTIONS = 32
+_ARCHIVES, _COMPACTS = "archive_us", "compact_us"  # figures of a sample
 _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
 
 
@@ -273,8 +274,8 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
             min(partitions, MAX_PARTITIONS),
             "per topic",
             MAX_PARTITIONS / partitions_needed(load, costs) * rate,
-            f"two per task manager, and the keys of a day of each in the compactor's memory; at most "
-            f"{MAX_PARTITIONS}",
+            "two per task manager, one per worker and per other process that shares them, and the keys of a "
+            f"day of each in the compactor's memory; at most {MAX_PARTITIONS}",
         ),
         Need("brokers", brokers, "", math.inf, of_a_broker),
         Need("Kafka's disks", kept / 1e12, "TB", math.inf, why),
@@ -282,15 +283,19 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
 
 
 def partitions_needed(load: Load, costs: Costs) -> float:
-    """Partitions of each topic: at least two per task manager, and enough that a day of one partition fits in
-    the compactor's memory, which is the share `busy` of a machine's."""
+    """Partitions of each topic, in proportion to the load: at least two per task manager, and enough that a
+    day of one partition fits in the compactor's memory, which is the share `busy` of a machine's."""
     key_bytes = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES
     return max(2 * _managers(costs), key_bytes / (load.machine_gb * _GB * load.busy - _SEAL_BYTES))
 
 
 def partitions_for(load: Load, costs: Costs) -> int:
-    """The next power of two, from 4; not limited."""
-    return 1 << math.ceil(math.log2(max(partitions_needed(load, costs), 4)))
+    """The next power of two, from 4, and one at least for each process that shares the partitions; not
+    limited."""
+    workers = workers_for(costs, shards_for(load, costs)) or MAX_WORKERS
+    sharing = max(workers, min(updaters_for(load), MAX_UPDATERS), min(auditors_for(load), MAX_AUDITORS))
+    by_sample = max(load.requests_per_s * costs.of(figure) / load.busy for figure in (_ARCHIVES, _COMPACTS))
+    return 1 << math.ceil(math.log2(max(partitions_needed(load, costs), sharing, by_sample, 4)))
 
 
 def _managers(costs: Costs) -> float:
@@ -527,8 +532,8 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
     keys = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES / partitions
     room = load.machine_gb * _GB * load.busy - _SEAL_BYTES
     return [
-        _by_partition("archivers", "archive_us", load, costs),
-        _by_partition("compactors", "compact_us", load, costs),
+        _by_partition("archivers", _ARCHIVES, load, costs),
+        _by_partition("compactors", _COMPACTS, load, costs),
         Need(
             "a compactor's memory",
             (keys + _SEAL_BYTES) / _GB,
@@ -540,16 +545,25 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
     ]
 
 
-def _auditors(load: Load) -> Need:
-    """They read impressions, engagements, samples and predictions, and the first one compares the model."""
+def _auditor_limit(load: Load) -> float:
+    """Requests per second of the most auditors. They read impressions, engagements, samples and predictions,
+    and the first one compares the model."""
     request_us = (3 + load.engagements) * load.auditor_us + load.compare_us
-    limit = MAX_AUDITORS * load.busy / (request_us * _S * load.core)
-    number = math.ceil(load.requests_per_s / limit * MAX_AUDITORS)
+    return MAX_AUDITORS * load.busy / (request_us * _S * load.core)
+
+
+def auditors_for(load: Load) -> int:
+    """Auditors that keep up, a power of two because they divide the partitions; not limited."""
+    number = math.ceil(load.requests_per_s / _auditor_limit(load) * MAX_AUDITORS)
+    return 1 << (number - 1).bit_length()
+
+
+def _auditors(load: Load) -> Need:
     return Need(
         "auditors",
-        min(1 << (number - 1).bit_length(), MAX_AUDITORS),
+        min(auditors_for(load), MAX_AUDITORS),
         "with one core",
-        limit,
+        _auditor_limit(load),
         f"{load.auditor_us:g} µs per record (auditor_us) and {load.compare_us:g} per request (compare_us) "
         f"are assumed; a divisor of the partitions, at most {MAX_AUDITORS}. Behind, they delay no training",
     )

@@ -12,7 +12,7 @@ import numpy as np
 from roostream.cli.output import Row, print_rows, progress_bar
 from roostream.cli.replay.outcome import LocalJoin, LocalTopics, count_impressions
 from roostream.cli.replay.report_table import join_rows, number, warning_rows
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.replay.config import CheckConfig
 from roostream.replay.log_advice import advice
 from roostream.replay.replay_log import ReplayLog, open_log
@@ -30,7 +30,7 @@ _QUANTILES = (50, 90, 95, 99, 100)
 
 def run(config: CheckConfig) -> int:
     """Returns the exit code: 0 = the log can be replayed, perhaps with warnings; 1 = some lines cannot be
-    used; 2 = the check failed."""
+    used, or it was stopped; 2 = the check failed."""
     errors: list[str] = []
 
     def body(stop: program.Stop) -> None:
@@ -44,6 +44,7 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
 
     Raises:
         RoostreamError: the schema, a setting or a file cannot be used.
+        UnavailableError: `stop` was set.
     """
     check_report(config.report)
     replay = config.replay()
@@ -57,11 +58,11 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
         with progress_bar("requests", log.num_requests or None) as update:
             for record in count_impressions(log.records, lambda count: update(count, None)):
                 if stop.is_set():
-                    raise ConfigError("stopped before the end of the log; there is no report")
+                    raise UnavailableError("stopped before the end of the log; there is no report")
                 delays.add(joiner.process(topics.append(record)))
             delays.add(joiner.end_of_input())
     except ConfigError as error:
-        if stop.is_set() or not log.skipped().number:
+        if not log.skipped().number:
             raise
         errors.append(str(error))  # in addition to the skipped lines, which are the cause
     report = build_report(schema, log, topics, delays, errors)

@@ -11,10 +11,12 @@ import logging
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from infra.home import Home
 from infra.options import to_toml_value
 from roostream.cli.output import progress_bar
 from roostream.cli.replay.likely_reasons import likely_reasons
@@ -62,6 +64,8 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     """
     files = report_files(config.report)
     files.check()
+    if config.home:
+        _check_home(Home(Path(config.home)))
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
     doubts = _check_models(config, schema)
@@ -83,6 +87,16 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
         write_page(files.page, f"replay {config.dataset}", report)
     print_table(config, report)
     return report
+
+
+def _check_home(home: Home) -> None:
+    """Raises ConfigError: the home has records of another run, also of one that was interrupted. Their event
+    time is past the begin of this log, and the sums would be those of both."""
+    if (home.root / "kafka" / "meta.properties").exists():
+        raise ConfigError(
+            f"{home.root}: expected a new home, got one with the records of another run; choose another "
+            f"--home, or delete that one with `roostream reset {home.option}`"
+        )
 
 
 def _check_models(config: ReplayConfig, schema: Schema) -> list[str]:

@@ -112,7 +112,8 @@ def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> S
 
     Its topics keep all records, because histories and counters are rebuilt from them at each start.
     """
-    schema = home / "schema.toml"
+    schema = home / "conf" / "schema.toml"  # not beside the home's folders, where a user may have one
+    schema.parent.mkdir(parents=True, exist_ok=True)
     schema.write_bytes(options.schema.read_bytes())
     choices, flags = program_settings(config), joiner_settings(config)
     joiner = {
@@ -133,7 +134,7 @@ def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> st
     given = read_toml(config.first_model).raw if config.first_model else {}
     if str(given.get("kind", "")).rpartition(":")[0].endswith(".py"):  # relative to the original TOML
         given = {**given, "kind": str(Path(config.first_model).resolve().parent / given["kind"])}
-    file = home.resolve() / "model.toml"
+    file = home.resolve() / "conf" / "model.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(tomli_w.dumps(given | dict(sets)), encoding="utf-8")
     return str(file)

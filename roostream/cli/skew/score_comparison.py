@@ -64,7 +64,8 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
     scores.
 
     The lists are the newest samples of the stack in --home, or those in FILES: segments of a feature log, or
-    saved batches. Exit code 1: a list was served with other features than those logged.
+    saved batches. Exit code 1: a list was served with other features than those logged, or no list could be
+    scored again.
 
     \b
     Example:
@@ -75,8 +76,9 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
     with progress_bar("scoring lists"):
         report = summary(compare_scores(commits, found))
-    print_report(as_json, report, skew_rows(report), f"{report['lists']:,} lists scored again")
-    sys.exit(1 if report["verdicts"].get("skew") else 0)
+    again = report["scored_again"]
+    print_report(as_json, report, skew_rows(report), f"{again:,} of {report['lists']:,} lists scored again")
+    sys.exit(1 if report["verdicts"].get("skew") or not again else 0)
 
 
 def _newest(home: Path, lists: int) -> list[LoggedList]:
@@ -104,11 +106,9 @@ def skew_rows(found: Mapping[str, Any]) -> Iterator[Row]:
     for why, count in found["not_scored"].items():
         yield "not scored", f"{count:,}: {why}"
     for version, figures in found["versions"].items():
-        judged = ", ".join(f"{figures[v]:,} {v}" for v in ("within", "rows", "skew") if figures[v])
-        yield (
-            f"version {version or '(none)'}",
-            f"{figures['lists']:,} lists: {judged or 'none scored'}; largest {figures['largest']:.3g}",
-        )
+        judged = ", ".join(f"{figures[v]:,} {v}" for v in JUDGED if figures[v])
+        scored = f"{judged}; largest {figures['largest']:.3g}" if judged else "none scored"
+        yield f"version {version or '(none)'}", f"{figures['lists']:,} lists: {scored}"
     for one in found["differing"][:_MAX_SHOWN]:
         at = f"rows of commit {one['rows_of_commit']}, {one['rows_changed']:,} of them changed around it"
         yield (
@@ -271,12 +271,12 @@ def summary(found: Sequence[ScoreComparison]) -> dict[str, Any]:
     versions: dict[str, dict[str, Any]] = {}
     for one in found:
         counts = versions.setdefault(
-            one.logged.version, {"lists": 0, "largest": 0.0, **dict.fromkeys(JUDGED, 0)}
+            one.logged.version, {"lists": 0, "largest": None, **dict.fromkeys(JUDGED, 0)}
         )
         counts["lists"] += 1
-        counts["largest"] = max(counts["largest"], one.largest)
         if one.verdict in JUDGED:
             counts[one.verdict] += 1
+            counts["largest"] = max(counts["largest"] or 0.0, one.largest)
     differing = sorted(
         (one for one in found if one.verdict in ("skew", "rows")),
         key=lambda one: (one.verdict != "skew", -one.largest),

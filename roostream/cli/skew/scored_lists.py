@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from roostream.errors import ConfigError, RoostreamError, reason_of
+from roostream.errors import ConfigError, RoostreamError, UnavailableError, reason_of
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
@@ -112,7 +112,7 @@ def of_topic(bootstrap: str, prefix: str, num_partitions: int, max_lists: int) -
 
 def newest(reader: RecordConsumer, max_lists: int, where: str) -> list[LoggedList]:
     """The newest lists, oldest first, among the newest `max_lists` records of each partition at the time of
-    the call."""
+    the call. Raises UnavailableError: Kafka stops answering before all of them are read."""
     ends = reader.end_offsets()
     reader.seek({partition: max(end - max_lists, 0) for partition, end in ends.items()})
     records: list[Record] = []
@@ -121,6 +121,8 @@ def newest(reader: RecordConsumer, max_lists: int, where: str) -> list[LoggedLis
         found = reader.poll(max_lists, _POLL_S)
         silent_s = 0.0 if found else silent_s + _POLL_S
         records += [r for r in found if r.offset < ends[r.topic, r.partition]]
+    if not reader.at_end():
+        raise UnavailableError(f"Kafka at {where} has not answered for {_SILENCE_S:.0f} s; run this again")
     return sorted(of_records(records, where), key=lambda logged: logged.time_ms)[-max_lists:]
 
 

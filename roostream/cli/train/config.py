@@ -74,6 +74,8 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.home:  # not the current folder
+            raise setting_error("home", "a path", self.home, "is a variable of the shell unset?")
         if not Path(self.schema).is_file():
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
         if self.max_readers and self.max_readers < max(self.readers, 1):

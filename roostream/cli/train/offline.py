@@ -81,7 +81,6 @@ _POLL_S = 0.1
 _LAST_COMMIT_S = 3.0
 _THREADS_LOST_AFTER_S = 120.0  # all members are threads of this process, so a silent one is slow, not dead
 _SNAPSHOT_HOLD_MS = 7 * 86_400_000
-_STOP_S = 10.0
 
 
 def train_offline(
@@ -204,6 +203,7 @@ class _OfflineTraining:
         began_s, counts, reading = time.monotonic(), dataclasses.asdict(RequestCounts()), dict[str, float]()
         if self.session is not None:
             self._move_rows(self.config.num_owners)
+            self._release()
             with self.opened:
                 controller = self._controller(self.session)
                 readers = self._readers(controller)
@@ -229,6 +229,13 @@ class _OfflineTraining:
             "metrics": self._metrics(last.manifest),
             **({"reading": reading} if reading else {}),
         }
+
+    def _release(self) -> None:
+        """End the hold of an earlier run: whoever repeats the command has repaired its cause. Nothing else
+        could end it, because `roostream trainer release` does not reach this controller."""
+        purpose = manifests.newest_purpose(self.store)
+        if purpose.pop("hold", None):
+            manifests.claim_incarnation(self.store, self.clock.now_ms(), purpose)
 
     def _move_rows(self, num_owners: int) -> None:
         """Distribute the rows of the last commit over this many owners; no process may have them open."""
@@ -308,7 +315,7 @@ class _OfflineTraining:
         worker: Worker = self.parts.worker(ShardRows(client), opener, self.opened)
         errors = self._start_threads(controller, shards, worker)
         while not _is_complete(controller):
-            self._check(errors)
+            self._check(errors, controller)
             worker.serve_inbox()
             worker.turn()
             if worker.fatal:
@@ -332,9 +339,7 @@ class _OfflineTraining:
         supervisor = self._start_workers(controller, shards, reader_master, processes)
         coordinator = controller.coordinator
         while not _is_complete(controller):
-            self._check(errors)
-            if coordinator.holds.now is not None:
-                raise ConfigError(f"training is held: {coordinator.holds.now.reason}")
+            self._check(errors, controller)
             for name, slot in supervisor.slots.items():
                 if slot.state == "failed":
                     raise ConfigError(f"{name} failed: {slot.last_error}; its log is in {self.home.logs}")
@@ -360,9 +365,13 @@ class _OfflineTraining:
             }
         return counts
 
-    def _check(self, errors: list[BaseException]) -> None:
+    def _check(self, errors: list[BaseException], controller: Controller) -> None:
         if errors:
             raise errors[0]
+        if hold := controller.coordinator.holds.now:
+            raise ConfigError(
+                f"training is held: {hold.reason}; when the cause is repaired, the same command goes on"
+            )
         if self.stop.is_set():
             raise UnavailableError("stopped before the end; the same command resumes from the last commit")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -49,9 +48,9 @@ def _summary(report: dict[str, Any]) -> str:
 
     ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
     text = (
-        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} steps "
-        f"and {report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version "
-        f"{report['version_of_model']}; NE {ne}, AUC {auc}, calibration {calibration}"
+        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['wall_s']:.1f} s "
+        f"({report['requests_s']:,.0f} per second); version {report['version_of_model']} with "
+        f"{report['steps']:,} steps; NE {ne}, AUC {auc}, calibration {calibration}"
     )
     if sent := report.get("exchange", {}).get("exchanged_bytes", 0):
         less = f"{report['exchange']['impression_bytes'] / sent:.1f} times less than for expanded impressions"
@@ -62,7 +61,7 @@ def _summary(report: dict[str, Any]) -> str:
 train = MultiValueCommand(
     "train",
     params=settings_flags(TrainConfig),
-    callback=lambda **given: sys.exit(run(TrainConfig(**{**given, "home": str(Path(given["home"]))}))),
+    callback=lambda **given: sys.exit(run(TrainConfig(**given))),
     help="""Train a model from the warehouse, without Kafka.
 
     One worker runs in this process, several run in processes of their own. With --rows torchrec they also

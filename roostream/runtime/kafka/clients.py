@@ -282,14 +282,19 @@ def wait_for_broker(
 
 
 def wait_for_topics(
-    broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event | None = None
+    broker: Broker,
+    prefix: str,
+    topics: Iterable[str],
+    partitions: int,
+    stop: threading.Event | None = None,
+    timeout_s: float | None = None,
 ) -> dict[str, str]:
     """Block until the topics exist. Returns full name → the broker's topic id, which changes when a topic is
     created again.
 
     Raises:
         ConfigError: a topic has another number of partitions than the deployment's setting.
-        UnavailableError: `stop` was set.
+        UnavailableError: `stop` was set, or `timeout_s` passed.
     """
     client = admin(broker)
     expected = {name_of(prefix, topic): partitions_of(topic, partitions) for topic in topics}
@@ -306,7 +311,8 @@ def wait_for_topics(
                 ) from None
             raise UnavailableError(_reason(client, broker, error)) from None
 
-    wait = Backoff(what=f"topics {', '.join(expected)} at {broker}", expected_s=_CREATING_S)
+    what = f"topics {', '.join(expected)} at {broker}"
+    wait = Backoff(what=what, expected_s=_CREATING_S, timeout_s=timeout_s)
     found = wait.until(describe, (UnavailableError,), stop)
     for name, number in expected.items():
         if number != (got := len(found[name].partitions)):

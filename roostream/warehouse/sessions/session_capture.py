@@ -66,7 +66,7 @@ class CapturedSession:
             raise ConfigError(
                 f"{path}: expected a captured session, got {error.strerror}; make one by {made_by}"
             ) from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
                 f"{path}: expected a captured session, got something else; capture it again"
             ) from None

@@ -3,18 +3,23 @@ and rolled back."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from infra.home import Home
 from param_server.key_value_store import RocksDbStore
 from roostream.cli.checkpoint import checkpoints
 from roostream.cli.main import cli
+from roostream.cli.stack_commands import trained_commit
 from roostream.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +33,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import StoredFile
 from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import register
 from tests.param_server.shard_support import (
     ITEM,
@@ -159,6 +165,16 @@ def test_each_damaged_file_is_found(home: OneShardHome, name: str) -> None:
     assert run_command("verify", "--home", home.root, "--seq", 2)[0] == 1
 
 
+def test_a_commit_that_a_running_stack_deletes_meanwhile_is_not_damaged(home: OneShardHome) -> None:
+    reading = checkpoints.verify(home.store, 1, home.root)
+    assert next(reading).state == "ok"
+    for name in ("manifests/00000001", "dense/00000001-1.safetensors"):
+        home.store.delete(name)
+    for outcomes in (list(reading), list(checkpoints.verify(home.store, 1, home.root))):
+        assert {o.state for o in outcomes} <= {"ok", "not reached"}
+        assert any("was deleted" in o.text and "00000001" in o.part for o in outcomes)
+
+
 def test_a_damaged_segment_is_found_and_named(home: OneShardHome) -> None:
     blobs = RocksDbStore(home.root / "shard-0" / "segments").open()
     key = next(iter(blobs.keys(b"b/2-1/")))
@@ -230,6 +246,61 @@ def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:
     assert manifests.numbers(home.store) == [1] and restore_rows(home.root) == home.states[1]
     assert home.store.list("discarded") == ["discarded/00000002", "discarded/00000003"]
     assert manifests.next_seq(home.store) == 4, "commit numbers are never used again"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UnavailableError("the disk is full")])
+def test_an_interrupted_import_can_be_repeated(
+    error: BaseException, home: OneShardHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command("export", "--home", home.root, "--to", tmp_path / "copy")
+    other = ("import", "--from", tmp_path / "copy", "--home", tmp_path / "other")
+
+    def fail(*_: object) -> None:
+        raise error  # after the rows were copied
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "register", fail)
+        with contextlib.suppress(UnavailableError):
+            assert run_command(*other)[0] != 0
+    assert run_command(*other)[0] == 0
+    assert restore_rows(tmp_path / "other") == home.states[3]
+
+
+def test_up_knows_that_a_home_has_a_model_which_a_warehouse_does_not_replace(
+    home: OneShardHome, tmp_path: Path
+) -> None:
+    assert trained_commit(Home(home.root)) == 3
+    assert trained_commit(Home(tmp_path / "new")) == 0
+    newest = manifests.newest(home.store)
+    assert newest is not None
+    session = TableInput(table="w", version=1, digest="d", spec={}, rows={}, begins={}, ends={})
+    from_table = dataclasses.replace(newest.manifest, seq=4, input=session)
+    home.store.put(from_table.name, from_table.encode())
+    assert trained_commit(Home(home.root)) == 0, "it is still trained from the warehouse"
+
+
+def test_no_stack_can_start_while_a_home_is_rolled_back_or_imported_into(
+    home: OneShardHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack that starts while a person reads the question would train on, and what it trains be lost."""
+    locked: list[bool] = []
+
+    def ask(*_: object, **__: object) -> None:
+        locked.append(Home(home.root).is_locked())
+
+    monkeypatch.setattr(click, "confirm", ask)
+    assert run_command("rollback", "--home", home.root, 1)[0] == 0
+    run_command("export", "--home", home.root, "--to", tmp_path / "copy")
+    copy_segments = checkpoints.copy_segments
+
+    def copy(*arguments: Any) -> list[str]:
+        locked.append(Home(tmp_path / "other").is_locked())
+        return copy_segments(*arguments)
+
+    monkeypatch.setattr(checkpoints, "copy_segments", copy)
+    run_command("import", "--from", tmp_path / "copy", "--home", tmp_path / "other")
+    assert locked == [True, True]
+    assert not Home(home.root).is_locked() and not Home(tmp_path / "other").is_locked()
 
 
 def test_rollback_to_the_newest_or_a_missing_commit_changes_nothing(home: OneShardHome) -> None:

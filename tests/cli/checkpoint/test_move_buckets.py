@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from infra.home import Home
 from infra.options import demo, load_saved_options, save_options
 from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
@@ -386,6 +387,8 @@ def test_a_shard_that_runs_or_is_elsewhere_is_reported(tmp_path: Path) -> None:
     home, _ = make_home(tmp_path)
     file = tmp_path / "one.json"
     file.write_text(json.dumps(ONE.plain()))
+    with Home(home).locked(), pytest.raises(SetupError, match="already runs"):
+        run_command("apply", file, "--home", home)
     with pytest.raises(ConfigError, match="`placement map --json`"):
         run_command("apply", home / "options.json", "--home", home)
     with pytest.raises(ConfigError, match="got No such file"):

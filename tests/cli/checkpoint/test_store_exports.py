@@ -3,6 +3,7 @@ the shard runs, and without access to its home."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.store_identity import init_store, open_checkpoint_store
+from roostream.schema.registry import to_toml
 from tests.cli.checkpoint.test_checkpoints import OneShardHome, restore_rows, run_command
-from tests.param_server.shard_support import make_shard, state_of
+from tests.param_server.shard_support import make_shard, small_schema, state_of
 from tests.runtime import s3_server
 
 
@@ -97,6 +99,28 @@ def test_a_folder_of_a_running_deployment_has_rows_as_arrays_and_is_imported_int
     code, _ = run_command("import", "--from", folder, "--store", other)
     assert code == 0 and restore_rows_from_store(open_checkpoint_store(other)) == running.states[2]
     assert not (tmp_path / ".roostream").exists()
+
+
+def test_a_running_deployment_is_exported_as_a_collection(running: RunningDeployment, tmp_path: Path) -> None:
+    text = running.export(tmp_path / "rows.safetensors", "--seq", 2)
+    assert "embedding_bags." in text and (tmp_path / "rows.safetensors").exists()
+
+
+def test_a_collection_that_is_imported_into_a_bucket_has_its_rows_there(
+    running: RunningDeployment, tmp_path: Path
+) -> None:
+    rows, again, home = tmp_path / "rows.safetensors", tmp_path / "again.safetensors", tmp_path / "other"
+    running.export(rows, "--make-ids", tmp_path / "ids.safetensors")
+    (tmp_path / "schema.toml").write_text(to_toml(small_schema()) + '\n[[nro]]\nname = "price"\n')
+    ids = ("--ids", tmp_path / "ids.safetensors")
+    schema = ("--schema", tmp_path / "schema.toml")
+    code, text = run_command(
+        "import", "--from", rows, *ids, *schema, "--store", running.backup, "--home", home
+    )
+    assert code == 0, text
+    shutil.rmtree(home)
+    code, text = run_command("export", "--store", running.backup, "--home", "/nowhere", "--to", again, *ids)
+    assert code == 0 and again.read_bytes() == rows.read_bytes(), text
 
 
 def test_an_export_replaces_nothing_and_one_that_failed_has_no_commit(running: RunningDeployment) -> None:

@@ -287,6 +287,18 @@ def test_ids_that_do_not_fit_are_rejected(folder: Path, ids: dict[str, np.ndarra
     assert not (folder / "home").exists()
 
 
+def test_an_export_writes_both_of_its_files_or_none(folder: Path) -> None:
+    run_import(folder, make_collection().state_dict())
+    ids = folder / "ids.safetensors"
+    ids.write_text("of the user")
+    with pytest.raises(CheckpointError, match=r"ids.*be written"):
+        run_export(folder, "--make-ids", ids)
+    assert ids.read_text() == "of the user"
+    ids.unlink()
+    run_export(folder, "--make-ids", ids)
+    assert ids.exists()
+
+
 def test_import_needs_an_empty_home_and_export_a_new_file(folder: Path) -> None:
     run_import(folder, make_collection().state_dict())
     with pytest.raises(SetupError, match="expected a store without commits, got 1"):

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
+from roostream.errors import ConfigError
 from roostream.warehouse.latest_labels import read_latest
 from roostream.warehouse.scan import TableScan
 from roostream.warehouse.warehouse import Warehouse
@@ -133,6 +134,17 @@ def test_an_import_that_ended_between_its_two_commits_can_be_repeated(log: Path)
     assert run(log, "--window", "60s").exit_code == 0
     assert TableScan(log / "w").num_requests == 30
     assert sum(file.rows for file in Warehouse(log / "w").corrections.snapshot().files) == 1
+
+
+def test_an_import_that_ended_between_its_two_commits_is_not_repeated_with_another_window(log: Path) -> None:
+    with (log / "log.jsonl").open("a") as file:
+        file.write(engagement())
+        file.write(engagement(request_id="r3", time=T0 + 40_000))
+    assert run(log, "--window", "60s").exit_code == 0
+    shutil.rmtree(log / "w" / "samples")
+    shorter = run(log, "--window", "20s")  # has one more correction, which was lost
+    assert isinstance(shorter.exception, ConfigError) and "with another --window" in str(shorter.exception)
+    assert not Warehouse(log / "w").samples.snapshot().files
 
 
 def test_events_that_cannot_be_joined_end_the_import_unless_they_are_skipped(log: Path) -> None:

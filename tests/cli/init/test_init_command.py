@@ -3,6 +3,7 @@ in one sentence."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import json
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
+from roostream.cli.init import init_command
 from roostream.cli.init.init_command import init
 from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
@@ -74,6 +76,22 @@ def test_a_sample_log_is_written_with_its_schema_and_model_and_never_replaced() 
     assert "roostream replay jsonl --schema shop/schema.toml" in output and "roostream up" in output
     with pytest.raises(ConfigError, match="not replaced"):
         run("shop", "--requests", "200")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_init_leaves_nothing_and_can_be_repeated(
+    error: BaseException, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(init_command, "detect_log", fail)  # after the sample log was written
+        with contextlib.suppress(KeyboardInterrupt):
+            assert CliRunner().invoke(init, ["shop", "--requests", "200"]).exit_code != 0
+    assert list(in_folder.iterdir()) == []
+    run("shop", "--requests", "200")
+    assert sorted(path.name for path in Path("shop").iterdir()) == ["log.jsonl", "model.toml", "schema.toml"]
 
 
 def test_actions_of_the_sample_log_can_be_chosen() -> None:
@@ -526,6 +544,7 @@ def test_a_text_table_gets_a_map_that_imports_it(
         ),
         (make_flat_table(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
         (make_flat_table(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
+        (make_flat_table(), ("--ignore", "price"), "no column 'price'; did you mean 'Price'"),
     ],
     ids=[
         "two items",
@@ -535,6 +554,7 @@ def test_a_text_table_gets_a_map_that_imports_it(
         "events without shown items",
         "no times",
         "times in two units",
+        "a misspelled column to leave out, which would be a feature",
     ],
 )
 def test_an_unclear_flat_table_is_asked_about(
@@ -559,6 +579,13 @@ def test_wrong_input_is_reported_in_one_sentence(args: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
         run(*args)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags", [("--ignore", "price"), ("--item", "item_id")])
+def test_options_about_columns_are_refused_for_lines_with_fixed_names(flags: tuple[str, str]) -> None:
+    write_lines("log.jsonl", make_log())
+    with pytest.raises(ConfigError, match=f"{flags[0]}: expected a table"):
+        run("shop", "--from", "log.jsonl", *flags)
 
 
 def test_a_counter_of_the_user_may_stand_beside_a_feature_named_user() -> None:

@@ -97,7 +97,8 @@ def test_a_plan_is_written_in_torchrecs_terms(store_arguments: list[str], tmp_pa
     assert written["module"] == "sparse" and sorted(written["tables"]) == ["item", "user"]
     assert sum(shard["sizes"][0] for shard in written["tables"]["item"]["shards"]) == 40
     collection = tmp_path / "rows.safetensors"
-    write_tensors(collection, {weight_name(name): np.zeros((7, 4), np.float32) for name in ("item", "user")})
+    rows = {weight_name(name): np.zeros((7, 4), np.float32) for name in ("item", "user")}
+    write_tensors({collection: rows})
     again = tmp_path / "again.json"
     arguments = [
         "plan",
@@ -154,10 +155,14 @@ def test_an_impossible_plan_is_reported_in_one_sentence(
 
 
 def test_a_binary_file_of_constants_is_rejected(store_arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="measured constants, got bytes"):
-        arguments = ["plan", *store_arguments, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
-        CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
+    for content, message in (
+        (b"\xff\xfe\x00", "measured constants, got bytes"),
+        (b"[" * 100_000, "got something"),
+    ):
+        (tmp_path / "costs.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            arguments = ["plan", *store_arguments, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
+            CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
 
 
 def test_a_file_that_is_no_plan_is_rejected(tmp_path: Path) -> None:

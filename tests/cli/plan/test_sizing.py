@@ -192,6 +192,17 @@ def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
     assert (found["controller"].amount > MAX_CONNECTIONS) <= (found["controller"].ends_at < rate)
 
 
+@pytest.mark.parametrize("load", [{}, {"core": 4.0, "flink_share": 1.0}, {"updater_us": 2000.0}])
+@pytest.mark.parametrize("rate", [1, 3000, 8000, 10_000, 20_000, 50_000, 1e6])
+def test_there_is_a_partition_for_each_process_that_shares_them(rate: float, load: dict[str, float]) -> None:
+    """Programs refuse more workers, updaters or archivers than partitions."""
+    needs = needs_of(requests_per_s=rate, **load)
+    partitions = int(needs["partitions"].amount)
+    for what in ("workers", "feature updaters", "auditors", "archivers", "compactors"):
+        assert needs[what].amount <= partitions, what
+    assert partitions % int(needs["auditors"].amount) == 0
+
+
 def test_limits_do_not_depend_on_the_planned_load() -> None:
     """The rate at which a part reaches its limit is the same in a plan for a tenth of that rate and for ten
     times it. The limits of workers and shards are exceptions: a worker calls as many shards as the load

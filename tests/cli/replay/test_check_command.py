@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from roostream.cli.main import cli
-from roostream.errors import ConfigError
+from roostream.cli.replay import check_command
+from roostream.errors import ConfigError, UnavailableError
 from roostream.replay.config import CheckConfig
+from roostream.runtime.program import Stop
 
 T0 = 1_700_000_000_000
 SCHEMA = """
@@ -59,6 +61,16 @@ def check(folder: Path, *lines: object, flags: tuple[str, ...] = ()) -> tuple[in
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", *paths, *flags], standalone_mode=False)
     return int(str(ended.value.code)), json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_a_check_that_was_stopped_is_no_wrong_input(tmp_path: Path) -> None:
+    """Its exit code is 1, as that of every command that is stopped; 2 would name the log."""
+    assert check(tmp_path, make_impression(0), make_engagement(0))[0] == 0
+    stop = Stop()
+    stop.set()
+    config = CheckConfig(schema=str(tmp_path / "s.toml"), log=(str(tmp_path / "log.jsonl"),))
+    with pytest.raises(UnavailableError, match="stopped"):
+        check_command.check(config, stop)
 
 
 def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from joiner.config import JoinerConfig
 from roostream.cli.replay.program_settings import joiner_settings
-from roostream.cli.replay.replay_run import run
+from roostream.cli.replay.replay_run import replay, run
 from roostream.cli.replay.stack_replay import options_for_up, stack_options
+from roostream.errors import ConfigError
 from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
+from roostream.runtime.program import Stop
 from roostream.schema.toml_file import read_toml
 
 DOCUMENTED = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md"
@@ -49,6 +51,14 @@ def test_changed_model_settings_are_written_to_the_home(tmp_path: Path) -> None:
     }
 
 
+def test_a_home_with_the_records_of_another_run_gets_no_second_log(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "kafka").mkdir(parents=True)
+    (home / "kafka" / "meta.properties").touch()
+    with pytest.raises(ConfigError, match=r"expected a new home.*roostream reset --home"):
+        replay(config(tmp_path, home=str(home)), Stop())
+
+
 def test_a_kept_home_continues_with_the_settings_of_the_replay_but_default_limits(tmp_path: Path) -> None:
     replay_config = config(
         tmp_path,
@@ -60,10 +70,11 @@ def test_a_kept_home_continues_with_the_settings_of_the_replay_but_default_limit
     )
     home = tmp_path / "home"
     home.mkdir()
+    (home / "schema.toml").write_text("of the user")
     found = options_for_up(replay_config, stack_options(replay_config, home), home)
+    assert (home / "schema.toml").read_text() == "of the user"
     assert (
-        found.schema == home / "schema.toml"
-        and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
+        found.schema.is_relative_to(home) and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
     )
     assert found.overrides["joiner"] == {"window_ms": 60_000, "lateness_ms": 2000, "linger_ms": 1000}
     assert found.overrides["worker"] == {"threads": 1, "model": "", "seed": 3}

@@ -5,6 +5,7 @@ again."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from roostream.cli.main import cli
 from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.score_comparison import TOLERANCE, ScoreComparison, compare_scores
 from roostream.cli.skew.scored_lists import LoggedList, newest, of_file, of_records, sample_of
-from roostream.errors import CheckpointError, ConfigError, RoostreamError
+from roostream.errors import CheckpointError, ConfigError, RoostreamError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.kafka.consumer import MemoryConsumer
@@ -228,6 +229,13 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
     assert [one.request_id for one in newest(reader, 100, "k")] == [f"r{n}" for n in range(6)]
     assert newest(MemoryConsumer([(SAMPLES, 0)]), 3, "k") == []
 
+    class Silent(MemoryConsumer):
+        def at_end(self) -> bool:
+            return False
+
+    with pytest.raises(UnavailableError, match="has not answered"):
+        newest(Silent([(SAMPLES, 0), (SAMPLES, 1), (SAMPLES, 2)], records), 100, "k")
+
 
 def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHome, tmp_path: Path) -> None:
     home.close()
@@ -239,6 +247,17 @@ def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHom
     damaged.write_bytes(b"{}")
     with pytest.raises(CheckpointError, match="got none"):
         CommitStates(home.store, home.root)
+
+
+def test_a_run_that_judged_no_list_does_not_report_success(home: ScoringHome) -> None:
+    home.rank("a", T0 + SECOND)
+    path = home.close()
+    shutil.rmtree(home.root / "shard-0" / "segments")
+    code, report = run_command(home, path)
+    assert code == 1 and report["scored_again"] == 0
+    assert report["versions"]["1-1"]["largest"] is None, "nothing was measured"
+    text = CliRunner().invoke(cli, ["inspect", "skew", str(path), "--home", str(home.root)]).output
+    assert "0 of 1 lists scored again" in text and "largest" not in text
 
 
 def test_the_report_is_printed_as_a_table(home: ScoringHome) -> None:

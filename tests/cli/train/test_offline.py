@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,21 @@ def test_g11_interrupted_training_resumes_and_ends_with_equal_bits(folder: Path)
     assert last_manifest(folder, "d").workers[0].metrics["requests"] == 60
     assert last_manifest(folder, "d").step == last_manifest(folder, "c").step
     assert same_bits(folder, "c", "d")
+
+
+def test_a_held_training_ends_with_its_reason_and_goes_on_after_the_repair(folder: Path) -> None:
+    """Rows without their manifests are a permanent hold, which no other command could end."""
+    one_request = dataclasses.replace(EXACT, batch_requests=1, first_batch_requests=1)
+    assert train_until_commit(folder, "held", one_request)
+    manifests_, away = folder / "held" / "store" / "manifests", folder / "away"
+    manifests_.rename(away)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"training is held: .*committed rows"):
+            run_training(folder, "held", loop=one_request)
+    shutil.rmtree(manifests_, ignore_errors=True)
+    away.rename(manifests_)
+    run_training(folder, "held", loop=one_request)
+    assert last_manifest(folder, "held").workers[0].metrics["requests"] == 60
 
 
 @pytest.mark.parametrize(
