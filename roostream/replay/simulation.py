@@ -125,9 +125,9 @@ class Simulation:
             self._in_flight -= 1
         if answer is None:
             return 0
-        order = np.array(answer["order"], dtype=np.int64)
+        order = np.array(answer.get("order", ()), dtype=np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(items_n))):
-            log.error("expected a permutation of %d candidates, got %s", len(items_n), answer["order"])
+            log.error("expected a permutation of %d candidates, got %s", len(items_n), order.tolist())
             return 0
         served_n, now_ms = items_n[order], self.clock.now_ms()
         self.num_requests += first == 0

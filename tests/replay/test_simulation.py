@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections import Counter
 from functools import partial
@@ -116,12 +117,23 @@ def test_a_rejected_request_is_counted_and_not_retried() -> None:
     assert simulation.num_requests > 0
 
 
-def test_the_program_fails_when_serving_refuses_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = httpx.MockTransport(lambda request: httpx.Response(400, json={"error": "$.ro.x: unknown"}))
+@pytest.mark.parametrize(
+    ("status", "text"), [(400, '{"error": "$.ro.x: unknown"}'), (200, "<html>"), (200, "[]"), (302, "{}")]
+)
+def test_the_program_fails_when_serving_refuses_every_request_or_is_another_server(
+    monkeypatch: pytest.MonkeyPatch, status: int, text: str
+) -> None:
+    refusing = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
     monkeypatch.setattr("roostream.replay.main.HttpClient", partial(HttpClient, transport=refusing))
     config = SimulateConfig(rate=200.0, seconds=0.2, users=50, items=60)
-    with pytest.raises(SetupError, match=r"refused all \d+ requests.*400.*\$\.ro\.x: unknown"):
+    with pytest.raises(SetupError, match=rf"refused all \d+ requests.*{status}: {re.escape(text)}"):
         asyncio.run(simulate_users(config, Health(60), Stop()))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1"])
+def test_an_address_that_is_no_url_is_a_wrong_setting(url: str) -> None:
+    with pytest.raises(ConfigError, match="key 'serving'"):
+        asyncio.run(simulate_users(SimulateConfig(serving=url), Health(60), Stop()))
 
 
 def test_an_answer_that_is_not_a_permutation_shows_no_items() -> None:
