@@ -52,7 +52,7 @@ def encode_predictions(
 
     `score_BT`: probabilities before the update; [B, 0] for unscored requests. `disposition_R`: uint8, what
     happens to each request (selection/decision.py); None = trained. `choice`: their weights; None = 1.
-    `row_M`: int64, only these requests."""
+    `row_M`: int64, only these requests. A label that the sample does not have (weight 0) is NaN."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
     id_R, time_R = batch.sample_id_R.view(np.uint64).tolist(), batch.time_ms_R.tolist()
     partition_R = batch.partition_R.tolist()
@@ -61,7 +61,8 @@ def encode_predictions(
     starts_R = [0, *ends_R[:-1]]
     has_served_B = ~np.isnan(batch.served_score_BT).all(axis=1)
     num_served_R = np.bincount(batch.request_index_B, has_served_B, batch.num_requests).tolist()
-    item, label, served = (x.tobytes() for x in (batch.item_B, batch.label_BT, batch.served_score_BT))
+    label_BT = np.where(batch.weight_BT > 0, batch.label_BT, np.float32(np.nan))
+    item, label, served = (x.tobytes() for x in (batch.item_B, label_BT, batch.served_score_BT))
     score = score_BT.astype("<f4", copy=False).tobytes()
     for r in range(batch.num_requests) if row_M is None else row_M.tolist():
         start, end = starts_R[r], ends_R[r]

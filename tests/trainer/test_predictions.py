@@ -66,6 +66,17 @@ def test_encoded_predictions_equal_the_protobuf_message(served: bool) -> None:
     assert [len(m.served_scores) for m in expected] == ([0, 0, 5] if served else [0, 0, 0])
 
 
+def test_a_label_that_a_sample_does_not_have_is_nan() -> None:
+    batch = batch_of(samples.sample(1), samples.sample(2))
+    weight_BT = np.where(batch.request_index_B == 0, 0, batch.weight_BT.T).T.astype(np.float32)
+    batch = dataclasses.replace(batch, weight_BT=weight_BT)
+    first, second = (
+        wire.decode(p.value)[1].labels for p in encode_predictions(batch, np.ones_like(weight_BT), 1)
+    )
+    assert np.isnan(first).all() and len(first) == batch.num_candidates_R[0]
+    assert list(second) == batch.label_BT[batch.request_index_B == 1].ravel().tolist()
+
+
 def test_encoded_zeros_weights_and_subsets_equal_the_protobuf_message() -> None:
     """Protobuf omits a field whose value is 0."""
     batch = batch_of(*(samples.sample(n, num_candidates=n % 3) for n in range(1, 8)))

@@ -95,7 +95,7 @@ class StreamingEvaluation:
         samples = [record for record in window.records if record.topic == SAMPLES]
         for start in range(0, len(samples), _AT_ONCE):
             batch, _ = self._decoder.decode(samples[start : start + _AT_ONCE])
-            weight_BT = np.ones_like(batch.label_BT)
+            weight_BT = (batch.weight_BT > 0).astype(np.float32)  # 0: a label that the sample does not have
             columns = (self._scores(batch), batch.label_BT, weight_BT, batch.request_index_B, batch.time_ms_R)
             metrics.update(ScoredBatch(*columns, scale_T))
         self._overall.merge(metrics)

@@ -94,6 +94,10 @@ def test_labels_of_another_schema_are_matched_by_name() -> None:
     assert mixed.report()["item"] == own.report()["item"]
     add_sample(mixed, CLICK, 300, [3], [1.0])
     assert mixed.positives() == {"click": 301, "buy": 300}
+    for name, before in own.report().items():
+        after = mixed.report()[name]["overall"]["tasks"]
+        assert after["buy"]["candidates"] == before["overall"]["tasks"]["buy"]["candidates"] == 1800
+        assert after["click"]["candidates"] == 1801 and after["buy"]["base_rate"] == pytest.approx(1 / 6)
 
 
 def test_the_position_baseline_uses_the_position_at_which_an_item_was_shown() -> None:
