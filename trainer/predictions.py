@@ -23,6 +23,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.proto_fields import encode_fields
 from trainer.chunks import Rejected
+from trainer.monitoring.progressive_metrics import sampling_weights
 from trainer.selection.decision import SelectionWeights, UnscoredRequests
 
 log = logging.getLogger("roostream.worker")
@@ -124,10 +125,15 @@ def _tails(
     front = {p: _bytes(step=step, partition=p) for p in np.unique(batch.partition_R).tolist()}
     columns = zip(batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True)
     tails = [front[p] + (at if offset else b"") for p, at, offset in columns]
-    if disposition_R is None or (choice is None and not disposition_R.any()):
+    metric_weight_R = sampling_weights(batch)
+    if choice is None and (metric_weight_R == 1).all() and (disposition_R is None or not disposition_R.any()):
         return tails
-    zero_R = np.zeros(batch.num_requests, np.float32)
-    weights = (zero_R, zero_R) if choice is None else (choice.train_weight_R, choice.metric_weight_R)
+    train_weight_R = np.ones_like(metric_weight_R) if choice is None else choice.train_weight_R
+    if choice is not None:
+        metric_weight_R = metric_weight_R * choice.metric_weight_R
+    if disposition_R is None:
+        disposition_R = np.zeros(batch.num_requests, np.uint8)
+    weights = (train_weight_R, metric_weight_R)
     values = list(
         zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True)
     )

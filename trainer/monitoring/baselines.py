@@ -60,7 +60,7 @@ class Baselines:
         self._max_items, self._keep_metrics = max_items, keep_metrics
         self.tasks, self._measure_from_ms, self._paired = schema.tasks, measure_from_ms, paired
         tasks = self.tasks
-        self.positives_T, self._candidates_T = np.zeros(len(tasks)), np.zeros(len(tasks))
+        self._num_positives_T, self._positives_T, self._candidates_T = np.zeros((3, len(tasks)))
         self._place = _Rates(len(tasks), _MAX_PLACES)
         self._item, self._recent = _Rates(len(tasks), 64), _DecayingRates(len(tasks), 64)
         self._own, self._registry = schema.fingerprint, registry
@@ -79,23 +79,30 @@ class Baselines:
         if self._max_items and len(self._row_of) > self._max_items:
             self._forget_items()
         item_n = np.array([self._row_of.setdefault(i, len(self._row_of)) for i in sample.item_ids], np.int64)
-        share_T = (self.positives_T + 1) / (self._candidates_T + 10)
+        share_T = (self._positives_T + 1) / (self._candidates_T + 10)
         scores = {
             "random": np.tile(share_T, (len(label_nT), 1)),
             "place": self._place.rates(place_n, share_T),
             "item": self._item.rates(item_n, share_T),
             "recent": self._recent.rates_at(sample.header.time_ms, item_n, share_T),
         }
-        positive_nT, known_nT = (x.astype(np.float64) for x in (label_nT > 0, ~np.isnan(label_nT)))
+        weight = sample.weight or 1.0
+        positive_nT, known_nT = (weight * x for x in (label_nT > 0, ~np.isnan(label_nT)))
         self._place.add(place_n, known_nT, positive_nT)
         self._item.add(item_n, known_nT, positive_nT)
         self._recent.add(item_n, known_nT, positive_nT)
-        self.positives_T += positive_nT.sum(axis=0)
+        self._num_positives_T += (label_nT > 0).sum(axis=0)
+        self._positives_T += positive_nT.sum(axis=0)
         self._candidates_T += known_nT.sum(axis=0)
         scores["linear"] = scores["random"]  # until `_learn` has computed it
         self._waiting.append(
             _Scored(
-                scores, label_nT, sample.header.time_ms, (record.partition, record.offset), sample.sample_id
+                scores,
+                label_nT,
+                weight,
+                sample.header.time_ms,
+                (record.partition, record.offset),
+                sample.sample_id,
             )
         )
         self._to_learn.append(record)
@@ -132,7 +139,7 @@ class Baselines:
 
     def positives(self) -> dict[str, int]:
         """Label → number of candidates with a value above 0."""
-        return dict(zip(self.tasks, self.positives_T.astype(int).tolist(), strict=True))
+        return dict(zip(self.tasks, self._num_positives_T.astype(int).tolist(), strict=True))
 
     def report(self) -> dict[str, dict[str, Report]]:
         """Baseline → `overall` and `measured`, like the `metrics` of a report."""
@@ -164,11 +171,12 @@ class Baselines:
             label_BT = np.concatenate([w.label_nT for w in kept])
             index_B = np.repeat(np.arange(len(kept)), [len(w.label_nT) for w in kept])
             time_ms_R = np.array([w.time_ms for w in kept], np.int64)
+            weight_R = np.array([w.weight for w in kept])
+            weight_BT = ~np.isnan(label_BT) * weight_R[index_B][:, None]
             for name in NAMES:
                 score_BT = np.concatenate([w.scores[name] for w in kept]).astype(np.float32)
-                weight_BT = (~np.isnan(label_BT)).astype(np.float32)
-                scored = ScoredBatch(score_BT, np.nan_to_num(label_BT), weight_BT, index_B, time_ms_R)
-                self._metrics[name][when].update(scored)
+                columns = (score_BT, np.nan_to_num(label_BT), weight_BT, index_B, time_ms_R)
+                self._metrics[name][when].update(ScoredBatch(*columns, importance_R=weight_R))
 
     def _compare(self, waiting: Sequence[_Scored], paired: PairedRequests) -> None:
         waiting = [w for w in waiting if not np.isnan(w.label_nT[:, 0]).any()]
@@ -193,6 +201,7 @@ class _Scored(NamedTuple):
 
     scores: dict[str, np.ndarray]
     label_nT: np.ndarray
+    weight: float
     time_ms: int
     position: tuple[int, int]  # partition, offset
     sample_id: int
