@@ -157,6 +157,19 @@ def test_report_and_metrics_have_click_rates(tmp_path: Path) -> None:
     assert {m.type for name, m in shown.items() if not name.endswith("rate")} == {"counter"}
 
 
+def test_a_long_pause_between_visits_ends_with_the_simulation() -> None:
+    async def run(config: SimulateConfig, stop: threading.Event) -> int:
+        client = HttpClient(config.serving, transport=httpx.MockTransport(FakeServing()))
+        simulation = Simulation(config, client, SystemClock())
+        await asyncio.wait_for(simulation.run(stop), 5)
+        return simulation.num_requests
+
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    assert asyncio.run(run(SimulateConfig(rate=0.01), stop)) == 0
+    assert asyncio.run(run(SimulateConfig(rate=0.01, seconds=0.3), threading.Event())) == 0
+
+
 def test_visits_beyond_the_maximum_in_flight_are_dropped() -> None:
     simulation, _ = simulate(FakeServing(fail=dict.fromkeys(range(1, 5), 503)), max_in_flight=2, seconds=0.3)
     assert simulation.num_dropped > 0
