@@ -25,7 +25,7 @@ from roostream.runtime.manifest import StoredFile, WorkerPart
 from roostream.wire.batch import Batch
 from trainer.corrections import record_due_ms
 from trainer.dedupe import Dedupe, DedupeSnapshot, IdRun, merged, plan_files
-from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch, update_each
+from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch, sampling_weights, update_each
 from trainer.monitoring.slices import Slicer
 from trainer.monitoring.windowed_metrics import WindowedMetrics
 
@@ -134,7 +134,9 @@ class PartitionStates:
         """Count scored requests in the metrics. `score_BT`: probabilities from before these labels were used.
         `shadow_BT`: scores of a frozen copy. `importance_R`: how many requests each one represents; None =
         1."""
+        weight_R = sampling_weights(batch)
         if importance_R is not None:
+            weight_R *= importance_R
             weight_BT = batch.weight_BT * importance_R[batch.request_index_B][:, None]
             batch = dataclasses.replace(batch, weight_BT=weight_BT)
         partition_R = np.where(batch.correction_R, -1, batch.partition_R)
@@ -146,7 +148,7 @@ class PartitionStates:
         metrics = [self._states[partition].metrics for partition in rows]
         if metrics:
             columns = (score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
-            update_each(metrics, index_R, ScoredBatch(*columns, scale_T, importance_R))
+            update_each(metrics, index_R, ScoredBatch(*columns, scale_T, weight_R))
 
     def metrics(self) -> Metrics:
         """Merged metrics of all partitions since the beginning."""

@@ -23,6 +23,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.proto_fields import encode_fields
 from trainer.chunks import Rejected
+from trainer.monitoring.progressive_metrics import sampling_weights
 from trainer.selection.decision import SelectionWeights, UnscoredRequests
 
 log = logging.getLogger("roostream.worker")
@@ -52,7 +53,7 @@ def encode_predictions(
 
     `score_BT`: probabilities before the update; [B, 0] for unscored requests. `disposition_R`: uint8, what
     happens to each request (selection/decision.py); None = trained. `choice`: their weights; None = 1.
-    `row_M`: int64, only these requests."""
+    `row_M`: int64, only these requests. A label that the sample does not have (weight 0) is NaN."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
     id_R, time_R = batch.sample_id_R.view(np.uint64).tolist(), batch.time_ms_R.tolist()
     partition_R = batch.partition_R.tolist()
@@ -61,7 +62,8 @@ def encode_predictions(
     starts_R = [0, *ends_R[:-1]]
     has_served_B = ~np.isnan(batch.served_score_BT).all(axis=1)
     num_served_R = np.bincount(batch.request_index_B, has_served_B, batch.num_requests).tolist()
-    item, label, served = (x.tobytes() for x in (batch.item_B, batch.label_BT, batch.served_score_BT))
+    label_BT = np.where(batch.weight_BT > 0, batch.label_BT, np.float32(np.nan))
+    item, label, served = (x.tobytes() for x in (batch.item_B, label_BT, batch.served_score_BT))
     score = score_BT.astype("<f4", copy=False).tobytes()
     for r in range(batch.num_requests) if row_M is None else row_M.tolist():
         start, end = starts_R[r], ends_R[r]
@@ -123,10 +125,15 @@ def _tails(
     front = {p: _bytes(step=step, partition=p) for p in np.unique(batch.partition_R).tolist()}
     columns = zip(batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True)
     tails = [front[p] + (at if offset else b"") for p, at, offset in columns]
-    if disposition_R is None or (choice is None and not disposition_R.any()):
+    metric_weight_R = sampling_weights(batch)
+    if choice is None and (metric_weight_R == 1).all() and (disposition_R is None or not disposition_R.any()):
         return tails
-    zero_R = np.zeros(batch.num_requests, np.float32)
-    weights = (zero_R, zero_R) if choice is None else (choice.train_weight_R, choice.metric_weight_R)
+    train_weight_R = np.ones_like(metric_weight_R) if choice is None else choice.train_weight_R
+    if choice is not None:
+        metric_weight_R = metric_weight_R * choice.metric_weight_R
+    if disposition_R is None:
+        disposition_R = np.zeros(batch.num_requests, np.uint8)
+    weights = (train_weight_R, metric_weight_R)
     values = list(
         zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True)
     )

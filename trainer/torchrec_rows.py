@@ -838,6 +838,11 @@ def check_tables(schema: Schema, placement: Mapping[str, TablePlacement]) -> Non
                 f"table {table.name!r}: expected a dim that is a multiple of {_LANES} with rows = torchrec, "
                 f"as FBGEMM needs it, got {table.dim}; change dim, or use rows = shards"
             )
+        if hasattr(nn.ModuleDict(), table.name):
+            raise SchemaError(
+                f"table {table.name!r}: expected another name with rows = torchrec, because modules of torch "
+                "have an attribute of this name; rename the table, or use rows = shards"
+            )
         kind, ranks = placement.get(table.name, TablePlacement())
         if kind == "column_wise" and table.dim % len(ranks):
             raise SchemaError(

@@ -20,7 +20,7 @@ from roostream.models.attention import TargetAttention
 from roostream.models.config import RankerConfig
 from roostream.models.embedding_ops import gather_rows, pool_bags
 from roostream.models.inputs import Inputs, Sequence, SharedEntries
-from roostream.models.layers import Mlp
+from roostream.models.layers import Mlp, module_key
 from roostream.models.named_columns import ColumnNames, numbered, with_prefix
 from roostream.online.counters import sources_of
 from roostream.schema.counter_plan import declared
@@ -205,7 +205,7 @@ class HistoryAttentionEncoder(FeatureEncoder):
         dims = [schema.table_by_name[t].dim for t in (feature.table, *feature.column_tables.values())]
         time_width = dims[0]
         self.times = nn.ModuleDict(
-            {c: nn.Embedding(config.time_buckets, time_width) for c in feature.time_columns}
+            {module_key(c): nn.Embedding(config.time_buckets, time_width) for c in feature.time_columns}
         )
         self._last_bucket = config.time_buckets - 1
         entry_width = sum(dims) + time_width * len(self.times)
@@ -241,7 +241,7 @@ class HistoryAttentionEncoder(FeatureEncoder):
 
     def _times(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
         sources = []
-        for column, table in self.times.items():
+        for column, table in zip(self.feature.time_columns, self.times.values(), strict=True):
             assert isinstance(table, nn.Embedding)
             sources.append((table.weight, sequence.bucket_L[column].clamp_max(self._last_bucket)))
         return sources
@@ -294,7 +294,7 @@ class UserArch(FeatureEncoder):
         dims = {f.name: schema.table_by_name[f.table].dim for f in schema.lists("ro")}
         self._names = tuple(dims)
         self.widen = nn.ModuleDict(
-            {name: nn.Linear(dim, width) for name, dim in dims.items() if dim != width}
+            {module_key(name): nn.Linear(dim, width) for name, dim in dims.items() if dim != width}
         )
         self._row_columns = {f.name: row_columns(schema, f.name, f.table) for f in schema.lists("ro")}
         self._floats = FloatEncoder(schema, "ro") if schema.floats("ro") else None
@@ -307,7 +307,9 @@ class UserArch(FeatureEncoder):
 
     def column_names(self) -> dict[str, ColumnNames]:
         names: dict[str, ColumnNames] = {
-            f"widen.{name}.weight": (None, self._row_columns[name]) for name in self.widen
+            f"widen.{key}.weight": (None, self._row_columns[name])
+            for name in self._names
+            if (key := module_key(name)) in self.widen
         }
         if self._floats is not None:
             names["dense.layers.0.weight"] = (None, self._floats.columns)
@@ -317,7 +319,10 @@ class UserArch(FeatureEncoder):
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         once = {name: inputs.once(pooled[name]) for name in self._names}
-        tokens = [self.widen[name](once[name]) if name in self.widen else once[name] for name in self._names]
+        tokens = [
+            self.widen[key](once[name]) if (key := module_key(name)) in self.widen else once[name]
+            for name in self._names
+        ]
         if self._floats is not None and self.dense is not None:
             tokens.append(self.dense(inputs.once(self._floats(inputs, pooled))))
         assert self.compression is not None, "without a request feature there is nothing to compress"

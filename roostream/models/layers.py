@@ -32,6 +32,14 @@ class Mlp(nn.Module):
         return x_ND
 
 
+def module_key(name: str) -> str:
+    """The key in a ModuleDict of a part that is named after a feature or column.
+
+    torch refuses keys that are attributes of the dict, such as `items` or `type`. These are upper-case here,
+    which no name of a schema is."""
+    return name.upper() if hasattr(nn.ModuleDict(), name) else name
+
+
 def init_parameters(model: nn.Module, seed: int) -> None:
     """Same seed, name and shape → same bits, in every process. A new module does not change the values of
     others.

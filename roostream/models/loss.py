@@ -20,7 +20,7 @@ loss(after) - loss(before). Labels of weight 0 form no pair.
 
 Late labels: a sample that is made early has candidates labeled negative that become positive later; a
 correction then says so. d is the share of positives known when a sample is made. Over the whole stream, each
-of these losses has its minimum at the true probability:
+of these losses has its minimum at the true probability, `fnw` and `fnc` only if d = 0:
 
 | loss | a sample | a correction from negative to positive |
 |---|---|---|

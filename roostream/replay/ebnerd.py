@@ -18,8 +18,9 @@ counters at their own times (encoder.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from roostream.replay.datasets import Clicks, DatasetOptions, EventLog, check_of
 from roostream.replay.events import Action, Event, Request, in_time_order
 from roostream.replay.input_files import check_files
 from roostream.replay.parquet_log import parquet_file, read_columns
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting
@@ -108,7 +110,7 @@ def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator
     """
     check_offered(schema, "EB-NeRD", {"ro": RO_OFFERED, "nro": NRO_OFFERED})
     names = frozenset(f.name for f in (*schema.ro, *schema.nro))
-    table = pa.concat_tables([read_columns(path, _REQUIRED, _OPTIONAL) for path in behaviors])
+    table = pa.concat_tables([_read(path, _REQUIRED, _OPTIONAL) for path in behaviors])
     keys = [("impression_time", "ascending"), ("impression_id", "ascending")]
     order = pc.sort_indices(table, sort_keys=keys)
     return in_time_order(_requests_with_actions(table, order, names, window_ms))
@@ -118,7 +120,7 @@ def histories(paths: Sequence[str]) -> Clicks:
     """The clicks of the histories, in time order over all users. Raises as `events`."""
     parts: list[list[np.ndarray]] = [[np.zeros(0, dtype=np.int64)] * 3]
     for path in paths:
-        table = read_columns(path, _HISTORY, {}, nullable=("article_id_fixed", "impression_time_fixed"))
+        table = _read(path, _HISTORY, nullable=("article_id_fixed", "impression_time_fixed"))
         for batch in table.combine_chunks().to_batches(max_chunksize=1 << 20):
             items, times = _list_rows(batch["article_id_fixed"]), _list_rows(batch["impression_time_fixed"])
             counts = [len(x) for x in items]
@@ -138,14 +140,14 @@ def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
     """Remove clicks that the log has too: same user and article, not before the log begins. Raises as
     `events`."""
     column = {"impression_time": _REQUIRED["impression_time"]}
-    times = [read_columns(path, column, {})["impression_time"].cast(pa.int64()) for path in behaviors]
+    times = [_read(path, column)["impression_time"].cast(pa.int64()) for path in behaviors]
     begins = [first_ms for times_N in times if (first_ms := pc.min(times_N).as_py()) is not None]
     if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
     logged: set[tuple[int, int]] = set()  # (user, article)
     needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
     for path in behaviors:
-        for chunk in read_columns(path, needed, {}).to_batches():
+        for chunk in _read(path, needed).to_batches():
             users, clicked = chunk["user_id"].to_pylist(), _list_rows(chunk["article_ids_clicked"])
             for user, items in zip(users, clicked, strict=True):
                 logged.update((user, item) for item in items.tolist())
@@ -153,6 +155,34 @@ def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
     pairs = zip(clicks.user_N[at_N].tolist(), clicks.item_N[at_N].tolist(), strict=True)
     logged_N = at_N[np.array([pair in logged for pair in pairs], dtype=np.bool_)]
     return Clicks(*(np.delete(column, logged_N) for column in clicks))
+
+
+def _read(
+    path: str,
+    required: Mapping[str, pa.DataType],
+    optional: Mapping[str, pa.DataType] = MappingProxyType({}),
+    nullable: Collection[str] = (),
+) -> pa.Table:
+    """As `read_columns`. Raises also ConfigError: a list has a null, or a time is in another unit than its
+    type says."""
+    table = read_columns(path, required, optional, nullable)
+    for name in required:
+        at, column = f"{path}: column {name!r}", table[name]
+        if pa.types.is_large_list(column.type):
+            column = pc.list_flatten(column)
+            if column.null_count:
+                raise ConfigError(
+                    f"{at}: expected a value in every entry of its lists, got {column.null_count} nulls; "
+                    "remove these entries"
+                )
+        if pa.types.is_timestamp(column.type) and len(column):
+            bounds = pc.min_max(column.cast(pa.int64())).as_py()
+            if wrong := [ms for ms in bounds.values() if not EARLIEST_MS <= ms <= LATEST_MS]:
+                raise ConfigError(
+                    f"{at}: expected times from 1980 to 9999, got {wrong[0]} ms since 1970; convert numbers "
+                    "to ms, or to timestamps"
+                )
+    return table
 
 
 def num_requests(behaviors: Sequence[str]) -> int:
@@ -221,7 +251,7 @@ def _actions(request: Request, clicked: list[int], read_s: float | None, window_
 
 
 def _list_rows(column: pa.Array) -> list[np.ndarray]:
-    """The rows of a list column as int64 views; a null row is empty, and Arrow rejects null elements."""
+    """The rows of a list column without null entries, as int64 views; a null row is empty."""
     values = column.values
     if pa.types.is_timestamp(values.type):
         values = values.cast(pa.int64())

@@ -71,8 +71,9 @@ class ReplayEncoder:
         schema."""
         value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
         self._arrival += 1
-        delay_ms = 0 if isinstance(event, Request) else self.label_delay_ms
-        heapq.heappush(self._delayed, (event.time_ms + delay_ms, self._arrival, event))
+        due_ms = event.time_ms + (0 if isinstance(event, Request) else self.label_delay_ms)
+        if not self.freeze_at_ms or due_ms < self.freeze_at_ms:
+            heapq.heappush(self._delayed, (due_ms, self._arrival, event))
         topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
         key = key_bytes(event.user_id, event.session_id, event.request_id)
         return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2 as httpx
 
 from roostream.errors import printable
+from roostream.schema.settings import setting_error
 
 log = logging.getLogger("roostream.simulator")
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -25,22 +26,27 @@ class HttpClient:
     def __init__(
         self, base_url: str, *, max_in_flight: int = 64, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
+        """Raises ConfigError: `base_url` is no URL."""
         limits = httpx.Limits(max_connections=2 * max_in_flight, max_keepalive_connections=max_in_flight)
-        self._http = httpx.AsyncClient(
-            base_url=base_url,
-            timeout=5.0,
-            limits=limits,
-            transport=transport,
-            verify=ssl.create_default_context(),  # the system's authorities, or those of SSL_CERT_FILE
-            trust_env=False,
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=base_url,
+                timeout=5.0,
+                limits=limits,
+                transport=transport,
+                verify=ssl.create_default_context(),  # the system's authorities, or those of SSL_CERT_FILE
+                trust_env=False,
+            )
+        except httpx.InvalidURL as error:
+            raise setting_error("serving", "http://host:port", base_url, str(error)) from None
         self.outcomes: Counter[str] = Counter()  # ok | refused | retried | gave_up
         self.last_refusal = ""  # path, status and text of the last answer that rejects a request
         self._logged_s = -_LOG_INTERVAL_S
         self._is_down = False
 
-    async def post(self, path: str, body: Any, timeout_s: float) -> Any | None:
-        """Returns the JSON of the response; None if serving rejects the body (4xx) or `timeout_s` passes."""
+    async def post(self, path: str, body: Any, timeout_s: float) -> dict[str, Any] | None:
+        """Returns the JSON object of the response. None if serving rejects the body (4xx), the answer is none
+        of serving, or `timeout_s` passes."""
         loop = asyncio.get_running_loop()
         until_s, delay_s = loop.time() + timeout_s, 0.2
         while True:
@@ -66,12 +72,13 @@ class HttpClient:
         except httpx.TransportError as error:
             return None, f"{type(error).__name__} {error}".strip()
 
-    def _finish(self, path: str, answer: httpx.Response) -> Any | None:
+    def _finish(self, path: str, answer: httpx.Response) -> dict[str, Any] | None:
         """Count the outcome; returns the body, or None if serving rejected the request."""
         if self._is_down:
             self._is_down = False
             log.info("serving responds again")
-        if answer.status_code >= 400:
+        body = _object(answer)
+        if body is None:
             self.outcomes["refused"] += 1
             self.last_refusal = f"{path}: status {answer.status_code}: {printable(answer.text[:300])}"
             self._warn(
@@ -80,12 +87,21 @@ class HttpClient:
             )
             return None
         self.outcomes["ok"] += 1
-        return answer.json() if answer.content else {}
+        return body
 
     def _warn(self, problem: str, now_s: float) -> None:
         if now_s - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s, self._is_down = now_s, True
             log.warning("%s", problem)
+
+
+def _object(answer: httpx.Response) -> dict[str, Any] | None:
+    """The JSON object of a successful answer, {} if it is empty; None for any other answer."""
+    try:
+        body = answer.json() if answer.content else {}
+    except ValueError:
+        return None
+    return body if answer.is_success and isinstance(body, dict) else None
 
 
 def _retry_after_s(answer: httpx.Response | None) -> float:

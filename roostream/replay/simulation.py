@@ -30,6 +30,7 @@ _RANK_TIMEOUT_S = 10.0
 _ENGAGEMENT_TIMEOUT_S = 120.0
 _DRAIN_S = 20.0
 _REPORT_S = 10.0
+_STOP_CHECK_S = 0.2
 
 
 class Simulation:
@@ -63,9 +64,13 @@ class Simulation:
         visitors = Visitors(self.world, self.config.seed, f"{self.clock.now_ms():x}")
         self._start_s = self.clock.monotonic_s()
         next_s, report_s = self._elapsed_s(), _REPORT_S
-        while not stop.is_set() and not 0 < self.config.seconds <= self._elapsed_s():
+        while not self._is_over(stop):
             next_s = max(next_s + visitors.gap_s(self.config.rate), self._elapsed_s() - 1.0)
-            await asyncio.sleep(max(next_s - self._elapsed_s(), 0.0))
+            await asyncio.sleep(0)  # also without a pause, the others go on
+            while (left_s := next_s - self._elapsed_s()) > 0 and not self._is_over(stop):
+                await asyncio.sleep(min(left_s, _STOP_CHECK_S))
+            if left_s > 0:
+                break
             self._arrive(visitors)
             if self._elapsed_s() >= report_s:
                 report_s += _REPORT_S
@@ -94,6 +99,9 @@ class Simulation:
     def write_report(self) -> None:
         if self.config.report:
             write_report(self.config.report, self.report())
+
+    def _is_over(self, stop: threading.Event) -> bool:
+        return stop.is_set() or 0 < self.config.seconds <= self._elapsed_s()
 
     def _elapsed_s(self) -> float:
         return self.clock.monotonic_s() - self._start_s
@@ -125,9 +133,9 @@ class Simulation:
             self._in_flight -= 1
         if answer is None:
             return 0
-        order = np.array(answer["order"], dtype=np.int64)
+        order = np.array(answer.get("order", ()), dtype=np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(items_n))):
-            log.error("expected a permutation of %d candidates, got %s", len(items_n), answer["order"])
+            log.error("expected a permutation of %d candidates, got %s", len(items_n), order.tolist())
             return 0
         served_n, now_ms = items_n[order], self.clock.now_ms()
         self.num_requests += first == 0

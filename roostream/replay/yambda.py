@@ -42,6 +42,7 @@ from roostream.schema.schema import Schema
 from roostream.schema.settings import setting, setting_error
 
 START_MS = 1_704_067_200_000  # 2024-01-01
+_MAX_TIMESTAMP = 1_000_000_000  # 31 years; seconds since 1970, or ms of a year, are more
 LISTENED_PCT = 50
 RO_OFFERED = ("user",)
 NRO_OFFERED = ("item", "track_length_s", "organic")
@@ -261,6 +262,12 @@ def _read(path: str, event: str) -> pa.Table:
         table = _flatten(path, read_columns(path, {**lists, "uid": kinds["uid"]}, {}), kinds)
     else:
         table = read_columns(path, kinds, {}, nullable=tuple(_OF_LISTENS))
+    bounds = pc.min_max(table["timestamp"]).as_py()
+    if wrong := [s for s in bounds.values() if s is not None and not 0 <= s < _MAX_TIMESTAMP]:
+        raise ConfigError(
+            f"{path}: column 'timestamp': expected seconds since the start of the data, got {wrong[0]}; is "
+            "this the right file?"
+        )
     types = table["event_type"] if "event_type" in kinds else pa.repeat(event, len(table))
     columns = {name: table[name] for name in _COMMON} | {"event": pc.index_in(types, pa.array(_EVENTS))}
     if columns["event"].null_count:

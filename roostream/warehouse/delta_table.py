@@ -59,6 +59,7 @@ _DAMAGE = (
 )
 ORPHAN_HOURS = 168
 """Hours that a file stays that no version of the table has named: it may wait for its commit."""
+_KEPT_REMOVALS, _ONE_WEEK = "delta.deletedFileRetentionDuration", "interval 168 hours"  # Delta's default
 _CONFIGURATION: dict[str, str | None] = {
     "delta.logRetentionDuration": "interval 60 days",
     "delta.checkpointInterval": "20",
@@ -244,6 +245,8 @@ class WarehouseTable:
             UnavailableError: the location cannot be read or written.
             CheckpointError: there is no such table, or its log is damaged.
         """
+        if not dry_run:
+            self._keep_removals(retention_hours)
         with self._translating_errors("swept"):
             log = self._newest()
             keep = [version for version in sorted(set(keep_versions)) if self._is_readable(version)]
@@ -258,6 +261,19 @@ class WarehouseTable:
             for path in found:
                 self._store.delete(f"{self.name}/{path}")
         return found
+
+    def _keep_removals(self, hours: int) -> None:
+        """Let the log remember when a file was removed for this long. A checkpoint of the log drops a removal
+        that is older than the log's own limit. The file would then look like one that no version has
+        named."""
+
+        def attempt() -> None:
+            log = self._newest()
+            _, number, unit = (log.metadata().configuration.get(_KEPT_REMOVALS) or _ONE_WEEK).split()
+            if unit == "hours" and hours > int(number):
+                log.alter.set_table_properties({_KEPT_REMOVALS: f"interval {hours} hours"})
+
+        self._retry(attempt)
 
     def _is_readable(self, version: int) -> bool:
         """Whether a pinned version exists. A pin of one that does not protects nothing."""

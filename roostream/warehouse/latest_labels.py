@@ -1,9 +1,10 @@
 """The labels of samples after all corrections, instead of those at the close of the request.
 
 A correction gives the current labels of a sample's items; of several corrections of one item the one with the
-highest offset counts. Files keep both: `label__<label>` is what the stream trained on; `latest__<label>` of a
-sealed file includes the corrections until the seal (docs/decisions/0058). So sealing loses nothing that was
-on the topic.
+highest offset counts. If the topic was created again, its corrections count after those of the topic before,
+the one whose newest engagement is older. Files keep both: `label__<label>` is what the stream trained on;
+`latest__<label>` of a sealed file includes the corrections until the seal (docs/decisions/0058). So sealing
+loses nothing that was on the topic.
 
 Letters: M corrected (sample, item) pairs, R requests, B candidates, T labels.
 """
@@ -54,7 +55,8 @@ def read_latest(
         CheckpointError: a file is damaged; the message names it.
         SchemaError: the schema that wrote it is not registered.
     """
-    samples, items, offsets, values = [], [], [], []
+    samples, items, offsets, values, topics = [], [], [], [], []
+    newest_ms: dict[str, int] = {}
     for file in files:
         first = (from_offsets or {}).get(file.topic, 0)
         if file.last_offset < first:
@@ -71,19 +73,22 @@ def read_latest(
             if (name := label_column(label)) in columns:
                 label_BT[:, t] = columns[name].values
         values.append(label_BT[kept_B])
+        topics.append(file.topic)
+        event_ms = int(columns["event__time_ms"].values.max(initial=0))
+        newest_ms[file.topic] = max(newest_ms.get(file.topic, 0), event_ms)
     if not samples:
         none = np.zeros(0, dtype=np.int64)
         return LatestLabels(none, none, np.zeros((0, len(labels)), dtype=np.float32))
-    return _newest(
-        np.concatenate(samples), np.concatenate(items), np.concatenate(offsets), np.concatenate(values)
-    )
+    in_order = sorted(newest_ms, key=lambda topic: (newest_ms[topic], topic))
+    places = [np.full(len(part), in_order.index(topic)) for part, topic in zip(items, topics, strict=True)]
+    return _newest(*(np.concatenate(parts) for parts in (samples, items, places, offsets, values)))
 
 
 def _newest(
-    sample_N: np.ndarray, item_N: np.ndarray, offset_N: np.ndarray, label_NT: np.ndarray
+    sample_N: np.ndarray, item_N: np.ndarray, topic_N: np.ndarray, offset_N: np.ndarray, label_NT: np.ndarray
 ) -> LatestLabels:
-    """For each (sample, item) the labels with the highest offset."""
-    order = np.lexsort([offset_N, item_N, sample_N])
+    """For each (sample, item) the labels with the highest offset of the last topic."""
+    order = np.lexsort([offset_N, topic_N, item_N, sample_N])
     sample_N, item_N, label_NT = sample_N[order], item_N[order], label_NT[order]
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (sample_N[1:] != sample_N[:-1]) | (item_N[1:] != item_N[:-1])

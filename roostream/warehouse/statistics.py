@@ -19,7 +19,7 @@ from roostream.wire.feature_histograms import PSI_SHIFTED, Histograms, float_bin
 FELL = 0.1
 """Alert if coverage is this much lower than the day before."""
 MIN_ROWS = 500
-"""Days with fewer rows raise no alerts."""
+"""Days with fewer rows raise no alerts, and no day is compared with them."""
 SIDES: tuple[Side, ...] = ("ro", "nro")
 
 
@@ -107,7 +107,11 @@ def alerts(report: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> li
         for name, figures in features.items():
             if (figures["rows"] or 0) < MIN_ROWS:
                 continue
-            found += [f"{day}: {name} {what}" for what in _wrong(figures, before.get(name, {}))]
+            was = before.get(name, {})
+            found += [
+                f"{day}: {name} {what}"
+                for what in _wrong(figures, was if (was.get("rows") or 0) >= MIN_ROWS else {})
+            ]
         before = features
     return found
 
@@ -119,5 +123,5 @@ def _wrong(figures: Mapping[str, float | None], before: Mapping[str, float | Non
     elif was is not None and was - coverage > FELL:
         yield f"is in {coverage:.0%} of rows, after {was:.0%} the day before"
     for key, what in (("moved", "has different values"), ("lengths_moved", "has lists of different lengths")):
-        if coverage and (moved := figures.get(key) or 0.0) > PSI_SHIFTED:
+        if before and coverage and (moved := figures.get(key) or 0.0) > PSI_SHIFTED:
             yield f"{what} than the day before: PSI {moved:.2f}, above {PSI_SHIFTED:.2f}"

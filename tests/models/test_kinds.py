@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ import torch
 
 from roostream.errors import SchemaError
 from roostream.models.build import build_model
+from roostream.models.compiled.scorer import build_scorer
 from roostream.models.config import CascadeConfig, TwoTowerConfig
+from roostream.models.named_columns import wrong_names
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import build_lookup
 from tests.models.expansion import expand_with_context
 from tests.models.kind_cases import CONFIGS
-from tests.models.model_cases import make_batch, make_schema
+from tests.models.model_cases import CASES, HISTORY, LABELS, make_batch, make_rows, make_schema
 from tests.models.model_checks import (
     COUNTS,
     assert_row_gradients,
@@ -108,3 +113,32 @@ def test_gradients_of_the_whole_model(name: str) -> None:
 def test_hstu_without_a_history_or_candidate_ids_is_rejected(case: str) -> None:
     with pytest.raises(SchemaError, match=r"expected an \[\[ro\]\] sequence and \[\[nro\]\] ids for HSTU"):
         build_model(make_schema(case), CONFIGS["hstu"], 0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_that_torch_modules_use_as_attributes_are_names_like_others(name: str) -> None:
+    raw = CASES["everything"]
+    history = {
+        **HISTORY,
+        "columns": {"type": "ids", "values": "time_ms"},
+        "column_tables": {"type": "action"},
+    }
+    renamed: dict[str, dict[str, Any]] = {
+        "user": {"name": "items"},
+        "topics": {"name": "keys"},
+        "history": history,
+    }
+    ro = [{**feature, **renamed.get(feature["name"], {})} for feature in raw["ro"]]
+    usual, unusual = make_schema("everything"), schema_from_dict({**raw, "ro": ro, "label": LABELS})
+    expected, model = trained_model(usual, CONFIGS[name]), build_model(unusual, CONFIGS[name], seed=1)
+    with torch.no_grad():
+        for own, same in zip(model.parameters(), expected.parameters(), strict=True):
+            own.copy_(same)
+    batch = make_batch(unusual, COUNTS)
+    logits_BT = score(model, batch)
+    assert torch.equal(logits_BT, score(expected, make_batch(usual, COUNTS)))
+    lookup = build_lookup(batch)
+    served_BT = build_scorer(model, unusual)(batch, lookup, make_rows(unusual, lookup))
+    np.testing.assert_allclose(served_BT, logits_BT.numpy(), atol=1e-5)
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    assert not wrong_names(model.column_names(), shapes)

@@ -226,6 +226,25 @@ def test_other_files_are_rejected_with_file_and_column(tmp_path: Path) -> None:
         (ebnerd.histories([str(tmp_path / "none.parquet")]))
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "kind", "message"),
+    [
+        ("article_ids_inview", [5, None], None, "1 nulls"),
+        ("article_ids_clicked", [None, 5, None], None, "2 nulls"),
+        ("impression_time", 1_684_540_800, pa.int64(), "1684540800 ms"),  # seconds
+        ("impression_time", 1_684_540_800_000_000, pa.int64(), "1684540800000000 ms"),  # µs
+        ("impression_time", datetime.datetime(1960, 1, 1), None, "times from 1980"),
+    ],
+)
+def test_missing_entries_and_times_in_another_unit_are_rejected(
+    tmp_path: Path, column: str, value: Any, kind: pa.DataType | None, message: str
+) -> None:
+    types = {} if kind is None else {column: kind}
+    path = write(tmp_path / "odd.parquet", [row(1, 0, [5, 6], [5]) | {column: value}], **types)
+    with pytest.raises(ConfigError, match=rf"odd.parquet: column '{column}': .*{message}"):
+        list(ebnerd.events([path], schema("user"), WINDOW_MS))
+
+
 def test_uneven_histories_are_rejected(tmp_path: Path) -> None:
     path = write(
         tmp_path / "h.parquet",

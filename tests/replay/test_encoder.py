@@ -4,6 +4,7 @@ events."""
 from __future__ import annotations
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -91,6 +92,15 @@ def test_a_label_delay_hides_newer_engagements_but_no_requests() -> None:
     _, nro = features(encoder.record(request(2, 60.999)))
     assert nro["views"] == pytest.approx([1, 1], rel=1e-2) and nro["clicks"].tolist() == [0, 0]
     assert features(encoder.record(request(3, 61)))[1]["clicks"] == pytest.approx([1, 0], rel=1e-2)
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [(5, True), (15, False)])
+def test_events_after_the_freeze_are_not_kept(seconds: float, is_kept: bool) -> None:
+    encoder, shown = ReplayEncoder(SCHEMA, freeze_at_ms=T0 + 10_000), request(1, seconds)
+    items = weakref.ref(shown.items_n)
+    encoder.record(shown)
+    del shown
+    assert (items() is not None) == is_kept
 
 
 def test_frozen_counters_do_not_change_after_the_freeze() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections import Counter
 from functools import partial
@@ -116,12 +117,23 @@ def test_a_rejected_request_is_counted_and_not_retried() -> None:
     assert simulation.num_requests > 0
 
 
-def test_the_program_fails_when_serving_refuses_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = httpx.MockTransport(lambda request: httpx.Response(400, json={"error": "$.ro.x: unknown"}))
+@pytest.mark.parametrize(
+    ("status", "text"), [(400, '{"error": "$.ro.x: unknown"}'), (200, "<html>"), (200, "[]"), (302, "{}")]
+)
+def test_the_program_fails_when_serving_refuses_every_request_or_is_another_server(
+    monkeypatch: pytest.MonkeyPatch, status: int, text: str
+) -> None:
+    refusing = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
     monkeypatch.setattr("roostream.replay.main.HttpClient", partial(HttpClient, transport=refusing))
     config = SimulateConfig(rate=200.0, seconds=0.2, users=50, items=60)
-    with pytest.raises(SetupError, match=r"refused all \d+ requests.*400.*\$\.ro\.x: unknown"):
+    with pytest.raises(SetupError, match=rf"refused all \d+ requests.*{status}: {re.escape(text)}"):
         asyncio.run(simulate_users(config, Health(60), Stop()))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1"])
+def test_an_address_that_is_no_url_is_a_wrong_setting(url: str) -> None:
+    with pytest.raises(ConfigError, match="key 'serving'"):
+        asyncio.run(simulate_users(SimulateConfig(serving=url), Health(60), Stop()))
 
 
 def test_an_answer_that_is_not_a_permutation_shows_no_items() -> None:
@@ -143,6 +155,19 @@ def test_report_and_metrics_have_click_rates(tmp_path: Path) -> None:
         *(f"roostream_simulator_{name}" for name in counts),
     }
     assert {m.type for name, m in shown.items() if not name.endswith("rate")} == {"counter"}
+
+
+def test_a_long_pause_between_visits_ends_with_the_simulation() -> None:
+    async def run(config: SimulateConfig, stop: threading.Event) -> int:
+        client = HttpClient(config.serving, transport=httpx.MockTransport(FakeServing()))
+        simulation = Simulation(config, client, SystemClock())
+        await asyncio.wait_for(simulation.run(stop), 5)
+        return simulation.num_requests
+
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    assert asyncio.run(run(SimulateConfig(rate=0.01), stop)) == 0
+    assert asyncio.run(run(SimulateConfig(rate=0.01, seconds=0.3), threading.Event())) == 0
 
 
 def test_visits_beyond_the_maximum_in_flight_are_dropped() -> None:

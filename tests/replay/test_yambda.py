@@ -236,6 +236,8 @@ def test_all_published_formats_give_the_same_log(tmp_path: Path) -> None:
         ),
         ({**listen(1, 0, 2), "uid": None}, "'uid': expected a value in every row, got 1 nulls"),
         ({**listen(1, 0, 2), "timestamp": "noon"}, "'timestamp': expected int64, got string"),
+        (listen(1, -5, 2), "'timestamp': expected seconds since the start of the data, got -5"),
+        (listen(1, 1_704_067_200, 2), "'timestamp': expected seconds since the start of the data, got 17"),
     ],
 )
 def test_other_files_are_reported_with_their_column(

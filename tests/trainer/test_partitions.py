@@ -69,6 +69,23 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
     assert all(found[name] == expected[name] for name in ("requests", "first_ms", "last_ms"))
 
 
+def test_a_sampling_weight_counts_like_as_many_requests() -> None:
+    batch, random = batch_of(list(range(1, 60))), np.random.default_rng(0)
+    score_BT = random.random((batch.num_candidates, 1), dtype=np.float32)
+    weight_R = random.integers(1, 5, batch.num_requests)
+    weight_B = weight_R[batch.request_index_B]
+    weighted, repeated = partitions(), Metrics(samples.schema().tasks)
+    weight_BT = batch.weight_BT * weight_B[:, None].astype(np.float32)
+    weighted.count(dataclasses.replace(batch, weight_BT=weight_BT), score_BT)
+    for weight in range(1, 5):
+        part_R = np.flatnonzero(weight_R >= weight)
+        part = batch.take_requests(part_R)
+        columns = part.label_BT, part.weight_BT, part.request_index_B, part.time_ms_R
+        repeated.update(ScoredBatch(score_BT[weight_B >= weight], *columns))
+    found, expected = weighted.metrics().report(), repeated.report()
+    assert {k: found[k] for k in METRIC_NAMES} == pytest.approx({k: expected[k] for k in METRIC_NAMES})
+
+
 def test_a_sample_that_is_repeated_in_a_new_partition_is_not_trained_again() -> None:
     both, batch = partitions(), batch_of([1, 2, 3, 4])
     both.settle(batch, both.claim(batch), {(SAMPLES, 0): 2, (SAMPLES, 1): 2})

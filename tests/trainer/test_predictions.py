@@ -66,6 +66,28 @@ def test_encoded_predictions_equal_the_protobuf_message(served: bool) -> None:
     assert [len(m.served_scores) for m in expected] == ([0, 0, 5] if served else [0, 0, 0])
 
 
+def test_a_label_that_a_sample_does_not_have_is_nan() -> None:
+    batch = batch_of(samples.sample(1), samples.sample(2))
+    weight_BT = np.where(batch.request_index_B == 0, 0, batch.weight_BT.T).T.astype(np.float32)
+    batch = dataclasses.replace(batch, weight_BT=weight_BT)
+    first, second = (
+        wire.decode(p.value)[1].labels for p in encode_predictions(batch, np.ones_like(weight_BT), 1)
+    )
+    assert np.isnan(first).all() and len(first) == batch.num_candidates_R[0]
+    assert list(second) == batch.label_BT[batch.request_index_B == 1].ravel().tolist()
+
+
+def test_a_request_represents_as_many_in_metrics_as_its_sampling_weight_says() -> None:
+    batch = batch_of(samples.sample(1), samples.sample(2), samples.sample(3, num_candidates=0))
+    weight_R = np.array([1, 4, 1], np.float32)
+    batch = dataclasses.replace(batch, weight_BT=batch.weight_BT * weight_R[batch.request_index_B][:, None])
+    score_BT, one_R = np.ones_like(batch.weight_BT), np.ones(3, np.float32)
+    choice = SelectionWeights(np.zeros(3, np.uint8), one_R, 2.5 * one_R)
+    for with_choice, expected in ((None, [0, 4, 0]), (choice, [2.5, 10, 2.5])):
+        found = [p.value for p in encode_predictions(batch, score_BT, 1, choice=with_choice)]
+        assert [wire.decode(value)[1].metric_weight for value in found] == expected, "0 stands for 1"
+
+
 def test_encoded_zeros_weights_and_subsets_equal_the_protobuf_message() -> None:
     """Protobuf omits a field whose value is 0."""
     batch = batch_of(*(samples.sample(n, num_candidates=n % 3) for n in range(1, 8)))

@@ -197,10 +197,11 @@ def test_slots_are_unique_survive_growth_and_are_reused() -> None:
     assert index.rows(user) == rows
 
 
-def test_a_table_that_fbgemm_cannot_hold_is_refused_with_a_remedy() -> None:
-    odd = schema_from_dict({"tables": {"x": {"dim": 6}}, "label": [{"name": "click", "action": "click"}]})
-    with pytest.raises(SchemaError, match=r"'x'.*multiple of 4.*rows = shards"):
-        check_tables(odd, {})
+def test_a_table_that_torchrec_cannot_hold_is_refused_with_a_remedy() -> None:
+    for name, dim, wrong in (("x", 6, "multiple of 4"), ("items", 8, "another name")):
+        odd = {"tables": {name: {"dim": dim}}, "label": [{"name": "click", "action": "click"}]}
+        with pytest.raises(SchemaError, match=rf"'{name}'.*{wrong}.*rows = shards"):
+            check_tables(schema_from_dict(odd), {})
     with pytest.raises(SchemaError, match=r"'topic'.*one state a row"):
         check_tables(schema(), {"topic": TablePlacement("column_wise", (0,))})
 

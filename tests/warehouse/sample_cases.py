@@ -94,7 +94,7 @@ def with_joiner_keys(records: list[Record]) -> list[Record]:
 
 
 def make_correction(
-    record: Record, item: int, before: float, after: float, *, offset: int, event: int
+    record: Record, item: int, before: float, after: float, *, offset: int, event: int, after_ms: int = 5
 ) -> Record:
     """Build a correction without features, as the joiner writes it. It changes the label of one item."""
     sample = pb.Sample.FromString(record.value[2:])
@@ -108,7 +108,7 @@ def make_correction(
     samples.event_candidates.append(0)
     samples.event_actions.append(0)
     samples.event_values.append(1.0)
-    samples.event_times.append(header.time_ms + 5)
+    samples.event_times.append(header.time_ms + after_ms)
     samples.actions.append("click")
     return Record(
         "corrections", record.partition, offset, 99, record.key, wire.encode(wire.CORRECTION, samples)

@@ -387,6 +387,23 @@ def test_corrections_of_a_recreated_topic_are_folded_from_offset_0(tmp_path: Pat
     assert [found.progress(name) for name in names] == [3, 1] and corrected_offset < 50
 
 
+@pytest.mark.parametrize("made_again", ["another", "topic-10"])  # sorted before and after the first id
+def test_a_correction_of_a_recreated_topic_counts_after_those_of_the_topic_before(
+    tmp_path: Path, made_again: str
+) -> None:
+    corrections, corrected_offset = make_corrections()
+    item = pb.Sample.FromString(corrections[2].value[2:]).item_ids[0]
+    sample = FIRST_DAY[corrected_offset]
+    late = make_correction(sample, item, 0.0, 1.0, offset=0, event=8, after_ms=9)
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, *corrections])
+    topics = {**TOPIC_IDS, "corrections": made_again}
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY, late], topics=topics)
+    assert seal_all(make_compactor(tmp_path)) == 1
+    (latest,) = batches(tmp_path, 0, "latest")
+    row = int(np.flatnonzero(latest.offset_R == corrected_offset)[0])
+    assert latest.label_BT[latest.request_index_B == row][1:3, 0].tolist() == [1.0, 1.0]
+
+
 def test_rows_of_two_topics_stay_in_separate_files(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
     others = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0)

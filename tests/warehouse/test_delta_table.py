@@ -186,6 +186,25 @@ def test_the_vacuum_deletes_replaced_files_but_not_pinned_ones(tmp_path: Path) -
     assert table.snapshot().version == version, "a vacuum must not write to the log"
 
 
+def test_a_replaced_file_is_kept_for_longer_than_the_log_remembers_removals_by_itself(
+    tmp_path: Path,
+) -> None:
+    table, old = open_table(tmp_path), write_file(tmp_path, 0, 4)
+    os.utime(tmp_path / "samples" / old.path, (0, 0))
+    table.commit([old], progress={"samples/t/0": ProgressStep(None, 5)})
+    assert table.vacuum(720) == []
+    table.commit([write_file(tmp_path, 0, 4)], [old], {"compact/2023-05-18/0": ProgressStep(None, 1)})
+    log = tmp_path / f"samples/_delta_log/{table.snapshot().version:020}.json"
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    (removal,) = [entry["remove"] for entry in entries if "remove" in entry]
+    removal["deletionTimestamp"] -= 10 * 86_400_000  # it was ten days ago
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    for n in range(25):  # more than an interval between two checkpoints of the log
+        table.commit([], progress={"samples/t/1": ProgressStep(n or None, n + 1)})
+    assert table.vacuum(720) == []
+    assert table.vacuum(200) == [old.path]
+
+
 def test_the_vacuum_keeps_files_that_wait_for_their_commit_and_foreign_files(tmp_path: Path) -> None:
     table = open_table(tmp_path)
     waiting, orphan = write_file(tmp_path, 0, 4), write_file(tmp_path, 5, 9)

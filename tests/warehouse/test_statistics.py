@@ -72,3 +72,4 @@ def test_shifted_values_and_lengths_raise_an_alert_with_their_psi() -> None:
 
 def test_days_with_few_rows_raise_no_alert() -> None:
     assert alerts(report_of(batch_of(1, 20), without(batch_of(2, 20), 0))) == []
+    assert alerts(report_of(batch_of(1, 1), batch_of(2, 600))) == [], "a day is compared with one of few rows"

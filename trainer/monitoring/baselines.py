@@ -42,7 +42,7 @@ _VIEWS_BEFORE = 10.0
 
 
 class Baselines:
-    """Call `add` once for each sample, not for corrections. Memory: 40 bytes per item and task."""
+    """Call `add` once for each sample, not for corrections. Memory: 48 bytes per item and task."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Baselines:
         self._max_items, self._keep_metrics = max_items, keep_metrics
         self.tasks, self._measure_from_ms, self._paired = schema.tasks, measure_from_ms, paired
         tasks = self.tasks
-        self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
+        self._num_positives_T, self._positives_T, self._candidates_T = np.zeros((3, len(tasks)))
         self._place = _Rates(len(tasks), _MAX_PLACES)
         self._item, self._recent = _Rates(len(tasks), 64), _DecayingRates(len(tasks), 64)
         self._own, self._registry = schema.fingerprint, registry
@@ -79,23 +79,30 @@ class Baselines:
         if self._max_items and len(self._row_of) > self._max_items:
             self._forget_items()
         item_n = np.array([self._row_of.setdefault(i, len(self._row_of)) for i in sample.item_ids], np.int64)
-        share_T = (self.positives_T + 1) / (self.num_candidates + 10)
+        share_T = (self._positives_T + 1) / (self._candidates_T + 10)
         scores = {
             "random": np.tile(share_T, (len(label_nT), 1)),
             "place": self._place.rates(place_n, share_T),
             "item": self._item.rates(item_n, share_T),
             "recent": self._recent.rates_at(sample.header.time_ms, item_n, share_T),
         }
-        positive_nT = (label_nT > 0).astype(np.float64)
-        self._place.add(place_n, positive_nT)
-        self._item.add(item_n, positive_nT)
-        self._recent.add(item_n, positive_nT)
-        self.positives_T += positive_nT.sum(axis=0)
-        self.num_candidates += len(label_nT)
+        weight = sample.weight or 1.0
+        positive_nT, known_nT = (weight * x for x in (label_nT > 0, ~np.isnan(label_nT)))
+        self._place.add(place_n, known_nT, positive_nT)
+        self._item.add(item_n, known_nT, positive_nT)
+        self._recent.add(item_n, known_nT, positive_nT)
+        self._num_positives_T += (label_nT > 0).sum(axis=0)
+        self._positives_T += positive_nT.sum(axis=0)
+        self._candidates_T += known_nT.sum(axis=0)
         scores["linear"] = scores["random"]  # until `_learn` has computed it
         self._waiting.append(
             _Scored(
-                scores, label_nT, sample.header.time_ms, (record.partition, record.offset), sample.sample_id
+                scores,
+                label_nT,
+                weight,
+                sample.header.time_ms,
+                (record.partition, record.offset),
+                sample.sample_id,
             )
         )
         self._to_learn.append(record)
@@ -105,7 +112,7 @@ class Baselines:
             self._count()
 
     def _labels(self, sample: pb.Sample) -> np.ndarray | None:
-        """float32 [n, T]; 0 for a label that the schema of the sample does not have. None: the sample has
+        """float32 [n, T]; NaN for a label that the schema of the sample does not have. None: the sample has
         another number of labels than its schema, or than this one if its schema is not known."""
         writer = None
         if self._registry is not None and sample.header.schema != self._own:
@@ -116,7 +123,7 @@ class Baselines:
         written_nT = np.array(sample.labels, np.float32).reshape(-1, len(tasks))
         if tasks == self.tasks:
             return written_nT
-        label_nT = np.zeros((len(written_nT), len(self.tasks)), np.float32)
+        label_nT = np.full((len(written_nT), len(self.tasks)), np.nan, np.float32)
         for t, task in enumerate(self.tasks):
             if task in tasks:
                 label_nT[:, t] = written_nT[:, tasks.index(task)]
@@ -132,7 +139,7 @@ class Baselines:
 
     def positives(self) -> dict[str, int]:
         """Label → number of candidates with a value above 0."""
-        return dict(zip(self.tasks, self.positives_T.astype(int).tolist(), strict=True))
+        return dict(zip(self.tasks, self._num_positives_T.astype(int).tolist(), strict=True))
 
     def report(self) -> dict[str, dict[str, Report]]:
         """Baseline → `overall` and `measured`, like the `metrics` of a report."""
@@ -164,12 +171,17 @@ class Baselines:
             label_BT = np.concatenate([w.label_nT for w in kept])
             index_B = np.repeat(np.arange(len(kept)), [len(w.label_nT) for w in kept])
             time_ms_R = np.array([w.time_ms for w in kept], np.int64)
+            weight_R = np.array([w.weight for w in kept])
+            weight_BT = ~np.isnan(label_BT) * weight_R[index_B][:, None]
             for name in NAMES:
                 score_BT = np.concatenate([w.scores[name] for w in kept]).astype(np.float32)
-                scored = ScoredBatch(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R)
-                self._metrics[name][when].update(scored)
+                columns = (score_BT, np.nan_to_num(label_BT), weight_BT, index_B, time_ms_R)
+                self._metrics[name][when].update(ScoredBatch(*columns, importance_R=weight_R))
 
     def _compare(self, waiting: Sequence[_Scored], paired: PairedRequests) -> None:
+        waiting = [w for w in waiting if not np.isnan(w.label_nT[:, 0]).any()]
+        if not waiting:
+            return
         index_B = np.repeat(np.arange(len(waiting)), [len(w.label_nT) for w in waiting])
         positive_B = np.concatenate([w.label_nT[:, 0] for w in waiting]) > 0
         scores = {
@@ -189,46 +201,45 @@ class _Scored(NamedTuple):
 
     scores: dict[str, np.ndarray]
     label_nT: np.ndarray
+    weight: float
     time_ms: int
     position: tuple[int, int]  # partition, offset
     sample_id: int
 
 
 class _Rates:
-    """Counts of views and positives, a row for each item or place; rows are added when they are first
-    used."""
+    """Counts of views and positives, a row for each item or place; rows are added when they are first used.
+    A view counts for the tasks whose label is known."""
 
     def __init__(self, num_tasks: int, size: int) -> None:
-        self._views_I, self._positives_IT = np.zeros(size), np.zeros((size, num_tasks))
+        self._views_IT, self._positives_IT = np.zeros((2, size, num_tasks))
 
     def rates(self, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
         """Positives per view of these rows, [n, T]. `share_T`: the rate of a row without views; it counts as
         much as _VIEWS_BEFORE views."""
         self._grow(int(row_n.max(initial=0)))
-        views_n1 = self._views_I[row_n][:, None]
-        return (self._positives_IT[row_n] + _VIEWS_BEFORE * share_T) / (views_n1 + _VIEWS_BEFORE)
+        return (self._positives_IT[row_n] + _VIEWS_BEFORE * share_T) / (self._views_IT[row_n] + _VIEWS_BEFORE)
 
-    def add(self, row_n: np.ndarray, positive_nT: np.ndarray) -> None:
-        np.add.at(self._views_I, row_n, 1.0)
+    def add(self, row_n: np.ndarray, known_nT: np.ndarray, positive_nT: np.ndarray) -> None:
+        np.add.at(self._views_IT, row_n, known_nT)
         np.add.at(self._positives_IT, row_n, positive_nT)
 
     def views(self, num_rows: int) -> np.ndarray:
         """The views of the first rows, [num_rows]."""
         self._grow(num_rows - 1)
-        return self._views_I[:num_rows]
+        return self._views_IT[:num_rows].max(axis=1)
 
     def keep(self, row_n: np.ndarray) -> None:
         """Keep these rows only, in this order: row_n[0] becomes row 0."""
         self._grow(int(row_n.max(initial=0)))
-        self._views_I, self._positives_IT = self._views_I[row_n], self._positives_IT[row_n]
+        self._views_IT, self._positives_IT = self._views_IT[row_n], self._positives_IT[row_n]
 
     def _grow(self, row: int) -> None:
-        if row >= len(self._views_I):
-            more = max(row + 1, 2 * len(self._views_I)) - len(self._views_I)
-            self._views_I = np.concatenate([self._views_I, np.zeros(more)])
-            self._positives_IT = np.concatenate(
-                [self._positives_IT, np.zeros((more, self._positives_IT.shape[1]))]
-            )
+        if row >= len(self._views_IT):
+            more = max(row + 1, 2 * len(self._views_IT)) - len(self._views_IT)
+            added_IT = np.zeros((more, self._views_IT.shape[1]))
+            self._views_IT = np.concatenate([self._views_IT, added_IT])
+            self._positives_IT = np.concatenate([self._positives_IT, added_IT])
 
 
 class _DecayingRates(_Rates):
@@ -242,7 +253,7 @@ class _DecayingRates(_Rates):
         """As `rates`, at this time. A time before the newest one counts as the newest."""
         if time_ms - self._now_ms > _RECENT_MS / 64:
             left = np.exp(-(time_ms - self._now_ms) / _RECENT_MS) if self._now_ms else 1.0
-            self._views_I *= left
+            self._views_IT *= left
             self._positives_IT *= left
             self._now_ms = time_ms
         return self.rates(row_n, share_T)

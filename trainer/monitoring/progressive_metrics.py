@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from roostream.wire.batch import Batch
 from trainer.monitoring.ranking_metrics import (
     RequestScores,
     ScoreHistogram,
@@ -65,6 +66,14 @@ class ScoredBatch(NamedTuple):
             self.scale_T,
             None if self.importance_R is None else self.importance_R[kept_R],
         )
+
+
+def sampling_weights(batch: Batch) -> np.ndarray:
+    """float32 [R]: the weight that the log gives each request, 1 for one without candidates or labels."""
+    weight_R = np.ones(batch.num_requests, np.float32)
+    known_B = np.flatnonzero(batch.weight_BT.any(axis=1))
+    weight_R[batch.request_index_B[known_B]] = batch.weight_BT[known_B].max(axis=1)
+    return weight_R
 
 
 class TaskMetrics:

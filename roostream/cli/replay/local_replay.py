@@ -402,10 +402,10 @@ _MAX_SCORED_AT_ONCE = 256  # requests
 class _ScoredList:
     """The scores and labels of a request: 8 bytes per item and task."""
 
-    __slots__ = ("label_nT", "row_of", "score_nT", "time_ms")
+    __slots__ = ("label_nT", "row_of", "score_nT", "time_ms", "weight")
 
     def __init__(self, impression: pb.Impression, num_tasks: int) -> None:
-        self.time_ms = impression.header.time_ms
+        self.time_ms, self.weight = impression.header.time_ms, impression.weight or 1.0
         self.row_of = {item: n for n, item in enumerate(dict.fromkeys(impression.item_ids))}
         self.score_nT = np.full((len(self.row_of), num_tasks), np.nan, np.float32)
         self.label_nT: np.ndarray | None = None
@@ -456,7 +456,10 @@ class AsServedScorer:
             index_B = np.repeat(np.arange(len(part)), [len(s.score_nT) for s in part])
             time_ms_R = np.array([s.time_ms for s in part], np.int64)
             score_BT = np.concatenate([s.score_nT for s in part])
-            metrics.update(ScoredBatch(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R))
+            weight_R = np.array([s.weight for s in part])
+            weight_BT = np.ones_like(label_BT) * weight_R[index_B][:, None]
+            columns = (score_BT, label_BT, weight_BT, index_B, time_ms_R)
+            metrics.update(ScoredBatch(*columns, importance_R=weight_R))
         return metrics.report()
 
     def _add_impression(self, record: Record) -> None:

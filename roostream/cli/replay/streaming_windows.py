@@ -22,7 +22,13 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.monitoring.progressive_metrics import METRIC_NAMES, Metrics, Report, ScoredBatch
+from trainer.monitoring.progressive_metrics import (
+    METRIC_NAMES,
+    Metrics,
+    Report,
+    ScoredBatch,
+    sampling_weights,
+)
 
 _MAX_SCORES = 1 << 20
 _AT_ONCE = 256
@@ -95,9 +101,9 @@ class StreamingEvaluation:
         samples = [record for record in window.records if record.topic == SAMPLES]
         for start in range(0, len(samples), _AT_ONCE):
             batch, _ = self._decoder.decode(samples[start : start + _AT_ONCE])
-            weight_BT = np.ones_like(batch.label_BT)
-            columns = (self._scores(batch), batch.label_BT, weight_BT, batch.request_index_B, batch.time_ms_R)
-            metrics.update(ScoredBatch(*columns, scale_T))
+            labels = (batch.label_BT, batch.weight_BT)
+            columns = (self._scores(batch), *labels, batch.request_index_B, batch.time_ms_R)
+            metrics.update(ScoredBatch(*columns, scale_T, sampling_weights(batch)))
         self._overall.merge(metrics)
         about = {"window": window.number, "begin_ms": window.begin_ms, "end_ms": window.end_ms}
         self._windows.append({**about, "trained_requests": trained_requests, **metrics.report()})

@@ -261,7 +261,8 @@ class _Writer:
         attention, number = part.attention, len(self._sequences)
         entries = self._register(CANDIDATES + 1 + number, attention.key_value.in_features)
         times = {
-            c: cast(nn.Embedding, table).weight.numpy(force=True).copy() for c, table in part.times.items()
+            c: cast(nn.Embedding, table).weight.numpy(force=True).copy()
+            for c, table in zip(part.feature.time_columns, part.times.values(), strict=True)
         }
         name = part.feature.name
         at = [f.name for f in self.schema.lists("ro")].index(name)

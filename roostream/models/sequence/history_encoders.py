@@ -16,6 +16,7 @@ from roostream.models.config import HstuConfig, HstuSettings
 from roostream.models.embedding_ops import gather_rows
 from roostream.models.feature_encoders import FeatureEncoder, PooledFeatures, pooled_columns, row_columns
 from roostream.models.inputs import Inputs
+from roostream.models.layers import module_key
 from roostream.models.named_columns import ColumnNames, with_prefix
 from roostream.models.sequence.hstu import Hstu
 from roostream.models.sequence.jagged_sequences import build_jagged_sequences
@@ -36,12 +37,12 @@ class HistoryTokenizer(nn.Module):
         self._row_columns = {c: row_columns(schema, c, table.name) for c, table in tables.items()}
         self.item = nn.Linear(tables[""].dim, width)
         self.columns = nn.ModuleDict(
-            {c: nn.Linear(table.dim, width, bias=False) for c, table in tables.items() if c}
+            {module_key(c): nn.Linear(table.dim, width, bias=False) for c, table in tables.items() if c}
         )
 
     def column_names(self) -> dict[str, ColumnNames]:
         return {
-            f"columns.{column}.weight" if column else "item.weight": (None, columns)
+            f"columns.{module_key(column)}.weight" if column else "item.weight": (None, columns)
             for column, columns in self._row_columns.items()
         }
 
@@ -54,7 +55,7 @@ class HistoryTokenizer(nn.Module):
 
     def _tokens(self, inputs: Inputs, index_L: Tensor, column_L: Mapping[str, Tensor]) -> Tensor:
         x_LD: Tensor = self.item(gather_rows([(inputs.rows[self._stacks[""]], index_L)]))
-        for column, layer in self.columns.items():
+        for column, layer in zip(filter(None, self._stacks), self.columns.values(), strict=True):
             x_LD = x_LD + layer(gather_rows([(inputs.rows[self._stacks[column]], column_L[column])]))
         return x_LD
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
+from trainer.monitoring.verdict import RULES, PairedRequests, RequestScores
 
 DAY = 86_400_000
 
@@ -49,6 +51,21 @@ def test_requests_counted_in_batches_give_the_same_metrics() -> None:
         overall["tasks"]["click"]["base_rate"] == pytest.approx(1 / 3)
         and overall["tasks"]["long_read"]["base_rate"] == 0
     )
+
+
+def test_a_label_that_is_not_known_counts_in_no_metric_and_no_comparison() -> None:
+    paired, nan = PairedRequests(), float("nan")
+    metrics = PredictionMetrics(("new", "old"), paired=paired)
+    for k in range(600):
+        old, new = [1.0, 0.0, 0.0], [1.0, 1.0, 0.0] if k % 2 else [nan] * 3
+        labels = [value for pair in zip(new, old, strict=True) for value in pair]
+        metrics.add(prediction(k, k, [0.5, 0.4, 0.2, 0.1, 0.3, 0.2], labels, tasks=2))
+    tasks = metrics.report()["overall"]["tasks"]
+    found = {name: (task["candidates"], round(task["base_rate"], 4)) for name, task in tasks.items()}
+    assert found == {"new": (900, 0.6667), "old": (1800, 0.3333)}
+    rules = dict.fromkeys(RULES, RequestScores(np.zeros(600), np.ones(600)))
+    paired.add_rules(range(600), rules)
+    assert paired.verdict().requests == 150, "the later half of those whose first label is known"
 
 
 def test_an_amount_has_an_error_in_its_unit_overall_and_by_day() -> None:

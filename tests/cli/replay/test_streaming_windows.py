@@ -8,13 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roostream.cli.replay.report_page import page_of
-from roostream.cli.replay.streaming_windows import SampleWindows, Window
+from roostream.cli.replay.streaming_windows import SampleWindows, StreamingEvaluation, Window
 from roostream.errors import ConfigError
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.cli.replay.test_local_replay import options_of, replay, write_week_log
 
@@ -46,6 +49,29 @@ def test_a_window_is_complete_when_all_its_requests_must_have_closed() -> None:
     assert windows.add(sample(1099, 1129)) == []
     assert summaries(windows.add(sample(1101, 1130))) == [(0, 1000, 1100, [1030, 1129])]
     assert summaries(windows.take_remaining()) == [(1, 1100, 1200, [1110, 1130])]
+
+
+def test_a_label_that_a_sample_does_not_have_counts_in_no_metric() -> None:
+    old, new = (
+        schema_from_dict({"nro": [{"name": "x"}], "label": [{"name": n, "action": n} for n in names]})
+        for names in (["click"], ["click", "buy"])
+    )
+    message = pb.Sample(
+        header=pb.Header(request_id="a", time_ms=5, schema=old.fingerprint),
+        sample_id=1,
+        close_ms=9,
+        item_ids=[1, 2],
+        labels=[1.0, 0.0],
+        parts=[pb.Part(num_rows=2)],
+    )
+    record = Record("samples", 0, 0, 9, b"", wire.encode(wire.SAMPLE, message))
+    writers = {schema.fingerprint: schema for schema in (old, new)}
+    evaluation = StreamingEvaluation(
+        new, Decoder(new, writers.get), lambda batch: np.full(batch.label_BT.shape, 0.5, np.float32)
+    )
+    evaluation.evaluate(Window(0, 0, 10, [record]), 0)
+    tasks = evaluation.report()["overall"]["tasks"]
+    assert {name: task["candidates"] for name, task in tasks.items()} == {"click": 2, "buy": 0}  # type: ignore[attr-defined]
 
 
 def test_windows_without_requests_are_left_out_and_keep_their_numbers() -> None:

@@ -58,6 +58,7 @@ def add_sample(
             )
         ],
         close_ms=time_ms,
+        weight=options.get("weight", 0.0),  # type: ignore[arg-type]
     )
     baselines.add(sample, Record(SAMPLES, 0, number, time_ms, b"", wire.encode(wire.SAMPLE, sample)))
 
@@ -94,6 +95,24 @@ def test_labels_of_another_schema_are_matched_by_name() -> None:
     assert mixed.report()["item"] == own.report()["item"]
     add_sample(mixed, CLICK, 300, [3], [1.0])
     assert mixed.positives() == {"click": 301, "buy": 300}
+    for name, before in own.report().items():
+        after = mixed.report()[name]["overall"]["tasks"]
+        assert after["buy"]["candidates"] == before["overall"]["tasks"]["buy"]["candidates"] == 1800
+        assert after["click"]["candidates"] == 1801 and after["buy"]["base_rate"] == pytest.approx(1 / 6)
+
+
+def test_sampling_weights_count_in_rates_and_metrics() -> None:
+    rng, baselines = np.random.default_rng(0), Baselines(CLICK)
+    for n in range(600):
+        clicked = n % 2
+        add_sample(
+            baselines, CLICK, n, rng.permutation(6)[:3].tolist(), [clicked, 0, 0], weight=10 - 9 * clicked
+        )
+    for name in ("random", "place", "item", "recent"):
+        found = baselines.report()[name]["overall"]
+        assert found["base_rate"] == pytest.approx(300 / (3 * (300 + 3000)))
+        assert found["calibration"] == pytest.approx(1, abs=0.1)
+    assert baselines.positives() == {"click": 300}
 
 
 def test_the_position_baseline_uses_the_position_at_which_an_item_was_shown() -> None:
