@@ -35,7 +35,7 @@ def test_up_does_not_succeed_while_training_is_held(
 ) -> None:
     entry = {"pid": 1, "log": "l", "metrics": None, "restarts": 0, "said": ""}
     programs = {"controller": {**entry, "state": "ready"}, "worker": {**entry, "state": state}}
-    at = dict.fromkeys(("serving", "flink", "home", "schema"), "")
+    at = dict.fromkeys(("kafka", "serving", "flink", "home", "schema"), "")
     Home(tmp_path).write_stack({**at, "supervisor_pid": 7, "programs": programs})
     supervisor = SimpleNamespace(pid=7, returncode=None, poll=lambda: None)
     monkeypatch.setattr(stack_commands.subprocess, "Popen", lambda *_, **__: supervisor)

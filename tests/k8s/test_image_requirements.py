@@ -174,7 +174,7 @@ OF_OTHER_EXTRAS = {"obstore", "torchrec", "faiss", "pyarrow", "deltalake", "open
 def test_every_program_starts_with_the_packages_of_its_extra() -> None:
     """This holds as installed from the wheel: `pip install` of an extra installs no other packages."""
     found = extras_of_page()
-    assert set(found) == set(IMAGE_OF) - {"simulate"}
+    assert set(found) == set(IMAGE_OF)
     for extra in sorted(set(found.values())):
         starts = [m for name, of in found.items() if of == extra for m in starts_of(name)]
         modules = modules_in(packages_of([extra]))
