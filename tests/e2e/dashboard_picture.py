@@ -7,7 +7,9 @@ The panels are placed as in Grafana but drawn by matplotlib, so colors and fonts
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import time
 import urllib.parse
 import urllib.request
@@ -138,12 +140,19 @@ def _bars(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
 
 def _lines(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
     end_s = max(points[-1][0] for _, points in series)
+    steps_s = [after[0] - before[0] for _, points in series for before, after in itertools.pairwise(points)]
     for legend, points in series:
-        minutes = [(at_s - end_s) / 60 for at_s, _ in points]
-        axes.plot(minutes, [value for _, value in points], label=legend, linewidth=1)
+        minutes, values = [(points[0][0] - end_s) / 60], [points[0][1]]
+        for before, after in itertools.pairwise(points):
+            if after[0] - before[0] > 1.5 * min(steps_s):  # a gap stays one, as in Grafana
+                minutes, values = [*minutes, math.nan], [*values, math.nan]
+            minutes, values = [*minutes, (after[0] - end_s) / 60], [*values, after[1]]
+        axes.plot(minutes, values, label=legend, linewidth=1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text(value, settings["unit"])))
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize=6, frameon=False)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=6, columnspacing=1, frameon=False
+    )
 
 
 if __name__ == "__main__":
