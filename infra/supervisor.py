@@ -315,7 +315,7 @@ class Supervisor:
         name, deaths = slot.program.name, 1 if lived_s >= self.policy.stable_s else slot.deaths_in_a_row + 1
         slot.deaths_in_a_row, delay_s = deaths, self.policy.delay_s(deaths)
         if delay_s is None:
-            log.error("%s died %d times in a row and stays down; start it by name to try again", name, deaths)
+            log.error("%s died %d times in a row and stays down; its log says why", name, deaths)
             return self._set(slot, "failed")
         slot.num_restarts += 1
         log.warning("%s will be started again%s", name, f" in {delay_s:.1f} s" if delay_s else "")

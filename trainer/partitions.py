@@ -111,8 +111,8 @@ class PartitionStates:
         after: Progress,
         leader_epochs: Mapping[Partition, int] = MappingProxyType({}),
     ) -> None:
-        """The chunk of the oldest claim is trained. `batch`: as given to `claim`; `new_R`: its result.
-        `after`, `leader_epochs`: of the chunk."""
+        """Record that the chunk of the oldest claim was trained. `batch`: as given to `claim`; `new_R`: its
+        result. `after`, `leader_epochs`: of the chunk."""
         for partition, row_M in rows_by_partition(batch).items():
             state = self._states[partition]
             state.dedupe.settle(new_R[row_M])
@@ -160,8 +160,9 @@ class PartitionStates:
         return sum(int(state.taken[1]) for state in self._states.values())
 
     def in_turn(self, num_chunks: int = 0) -> Partition | None:
-        """The partition with the fewest chunks taken, after `num_chunks` more were taken by this rule; the
-        first one of several. None: there are no partitions."""
+        """The partition to read next: the one of which the fewest chunks were trained, and of several the
+        first one. `num_chunks`: chunks that were read by this rule but are not trained yet. None: there are
+        no partitions."""
         taken = {partition: int(state.taken[0]) for partition, state in sorted(self._states.items())}
         for _ in range(num_chunks * bool(taken)):
             taken[min(taken, key=taken.__getitem__)] += 1
@@ -322,10 +323,11 @@ def read_partitions(
 def with_new_partitions(
     committed: Mapping[Partition, PartitionSnapshot], wanted: Collection[Partition]
 ) -> dict[Partition, PartitionSnapshot]:
-    """The snapshots of `wanted` after the topics got more partitions than the commit has.
+    """The snapshots to restore the partitions `wanted` from, if the topics have more partitions than the
+    commit.
 
-    The keys are spread anew, so a sample that is emitted again may come in another partition than before:
-    every partition gets the ids of all partitions of its topic. New partitions start at their first record.
+    A key may belong to another partition than before, and so may a sample that the joiner writes again. So
+    each partition gets the ids of all partitions of its topic. A new partition starts at its first record.
     """
     out = {}
     for partition in wanted:

@@ -38,8 +38,8 @@ _STARTS_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topics:
-    """The topics to audit, and how long an event may wait in them. `replay`: their events have the times of a
-    log."""
+    """The topics to audit, and how long an event may wait until it is joined. `replay`: the events have the
+    times of a replayed log, which are not those at which they were written."""
 
     kafka: str
     prefix: str = ""

@@ -109,7 +109,7 @@ class RowFollower:
         self._backoff = Backoff(what="rows of the shards", clock=clock)
         self._log_rate_limit = LogRateLimit(clock.monotonic_s)
         self._repair_at_s = self._ask_at_s = 0.0
-        self._shards_answer = False
+        self._shards_are_current = False
         self._older_since_s: float | None = None  # since when a shard's incarnation is older than the rows
         self._warned_of = -1  # the incarnation that the last warning named
         self._wall = MonotonicToWallTime(clock)
@@ -161,25 +161,27 @@ class RowFollower:
             raise RecordsGoneError("deltas alone cannot bring the replica up to date")
         if self.replica.stale and self.clock.monotonic_s() >= self._repair_at_s:
             self._repair()
-        if self.lag() == 0 and not self.replica.stale and self._all_answer():
+        if self.lag() == 0 and not self.replica.stale and self._all_are_current():
             self.current_s = self.clock.monotonic_s()
         return len(records)
 
-    def _all_answer(self) -> bool:
-        """Whether every shard answered a moment ago, in an incarnation that is not older than the rows."""
+    def _all_are_current(self) -> bool:
+        """Whether every shard answered when it was last asked, and none is older than the rows in memory."""
         if self.clock.monotonic_s() >= self._ask_at_s:
             try:
-                self._shards_answer = all([self._answers(shard) for shard in self.shards])
-                self._older_since_s = None if self._shards_answer else self._older_since_s
+                self._shards_are_current = all([self._is_current(shard) for shard in self.shards])
+                self._older_since_s = None if self._shards_are_current else self._older_since_s
             except RoostreamError as error:
                 log.debug("a shard does not answer: %s", error)
-                self._shards_answer = False
-            self._ask_at_s = self.clock.monotonic_s() + (ASK_EVERY_S if self._shards_answer else ASK_AGAIN_S)
-        return self._shards_answer
+                self._shards_are_current = False
+            wait_s = ASK_EVERY_S if self._shards_are_current else ASK_AGAIN_S
+            self._ask_at_s = self.clock.monotonic_s() + wait_s
+        return self._shards_are_current
 
-    def _answers(self, shard: Transport) -> bool:
-        """False: the shard has yet to be restored to the newest incarnation, or its rows belong to another
-        history than those in memory, whose deltas are older."""
+    def _is_current(self, shard: Transport) -> bool:
+        """Ask a shard whether its incarnation is at least that of the rows in memory. An older one has not
+        been restored yet. Or the checkpoint store was replaced: then the shard's deltas have smaller versions
+        than the rows in memory, and are ignored. Raises RoostreamError: the shard does not answer."""
         header, _ = shard.call("owners", {}, timeout_s=_ASK_TIMEOUT_S)
         incarnation, known = int(header["incarnation"]), self.replica.incarnation
         if incarnation >= known:

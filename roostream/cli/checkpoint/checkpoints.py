@@ -112,7 +112,7 @@ def _verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[
         return
     manifest = restorable.manifest
     yield Outcome(name, "ok")
-    yield _previous(store, manifest)
+    yield _verify_previous(store, manifest)
     for file in manifest.files.values():
         try:
             tensor_file.decode(manifests.read_file(store, file))
@@ -126,12 +126,12 @@ def _verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[
         yield Outcome(f"schemas/{manifest.schema}.toml", "damaged", str(error))
         return
     for index in manifest.shards:
-        yield _shard(manifest, schema, index, home)
-        yield from _copies(store, manifest, index)
+        yield _verify_shard(manifest, schema, index, home)
+        yield from _verify_copies(store, manifest, index)
 
 
-def _copies(store: CheckpointStore, manifest: Manifest, index: int) -> Iterator[Outcome]:
-    """Read the copies of a shard's segments."""
+def _verify_copies(store: CheckpointStore, manifest: Manifest, index: int) -> Iterator[Outcome]:
+    """Read and check the copies of a shard's segments in the store."""
     for segment in commit_of(manifest, index).segments:
         if segment.copy is not None:
             try:
@@ -141,8 +141,8 @@ def _copies(store: CheckpointStore, manifest: Manifest, index: int) -> Iterator[
                 yield Outcome(segment.copy.name, "damaged", str(error))
 
 
-def _previous(store: CheckpointStore, manifest: Manifest) -> Outcome:
-    """Verify the link to the previous manifest, if that still exists."""
+def _verify_previous(store: CheckpointStore, manifest: Manifest) -> Outcome:
+    """Check that this manifest names the previous one's checksum, if the previous one still exists."""
     number, stated = int(manifest.previous["seq"]), manifest.previous["checksum"]
     part = f"{manifest.name} continues {number}"
     if number not in manifests.numbers(store):
@@ -168,7 +168,8 @@ def schema_of(store: CheckpointStore, manifest: Manifest) -> Schema:
     return schema
 
 
-def _shard(manifest: Manifest, schema: Schema, index: int, home: Path | None) -> Outcome:
+def _verify_shard(manifest: Manifest, schema: Schema, index: int, home: Path | None) -> Outcome:
+    """Read and check the segments in the home of a shard."""
     part = f"segments of shard {index}"
     try:
         with shard_segments(manifest, schema, index, home) as (segments, state):
@@ -314,8 +315,7 @@ def export_to_store(
             states[index] = _send_all(segments, state, to, index, on_part)
     _copy_files(store, manifest, to, on_part)
     copied = _with_segments(manifest, states)
-    if not to.create(copied.name, copied.encode()):
-        raise SetupError(f"expected a store without commits, but {copied.name} was just created")
+    create_first_commit(to, copied)
     return copied
 
 
@@ -473,8 +473,7 @@ def _import(
     home: Path | None,
     update: UpdateProgress,
 ) -> Manifest:
-    expect_empty(store, home, manifest.shards)
-    with import_into(store, home, manifest.shards):
+    with importing(store, home, manifest.shards):
         schema, store_id = schema_of(source, manifest), create_store(store)
         states, on_part = {}, _counts_parts(manifest, update)
         for index in manifest.shards:
@@ -492,22 +491,20 @@ def _import(
         # Row versions continue above those of the other cluster.
         store.put(f"{manifests.INCARNATIONS}/{newest:08d}", b"{}")
         imported = without_offsets(_with_segments(manifest, states))
-        if not store.create(imported.name, imported.encode()):
-            raise SetupError(
-                f"expected a store without commits, but {imported.name} was just created; stop the trainer "
-                "that runs there"
-            )
+        create_first_commit(store, imported)
         return imported
 
 
 @contextlib.contextmanager
-def import_into(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> Iterator[None]:
-    """Hold the lock of the home, so that no stack starts there meanwhile. After an error, the rows that the
-    block has written are deleted if there is no commit, so that the import can be repeated.
+def importing(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> Iterator[None]:
+    """For the block that writes an import. Holds the lock of the home, so that no stack starts there
+    meanwhile. After an error, the rows that the block has written are deleted if there is no commit, so that
+    the import can be repeated.
 
     Raises:
         SetupError: as `expect_empty`, or a stack runs in the home.
     """
+    expect_empty(store, home, shards)  # before the lock's file is made in a folder that may be the wrong one
     with Home(home).locked() if home else contextlib.nullcontext():
         expect_empty(store, home, shards)
         try:
@@ -518,6 +515,15 @@ def import_into(store: CheckpointStore, home: Path | None, shards: Iterable[int]
                     for index in shards:
                         shutil.rmtree(home / f"shard-{index}" / "segments", ignore_errors=True)
             raise
+
+
+def create_first_commit(store: CheckpointStore, manifest: Manifest) -> None:
+    """Create the manifest of an import or export. Raises SetupError: the store has one of this name."""
+    if not store.create(manifest.name, manifest.encode()):
+        raise SetupError(
+            f"expected a store without commits, but {manifest.name} was just created; stop the trainer that "
+            "runs there"
+        )
 
 
 def expect_empty(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> None:

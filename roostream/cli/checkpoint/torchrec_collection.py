@@ -30,8 +30,8 @@ from param_server.segment_copies import SegmentCopies
 from param_server.segments import Segments
 from param_server.table import shapes_of
 from roostream.cli.checkpoint import checkpoints
-from roostream.cli.checkpoint.checkpoints import expect_empty, import_into
-from roostream.errors import CheckpointError, SchemaError, SetupError, nearest
+from roostream.cli.checkpoint.checkpoints import create_first_commit, importing
+from roostream.errors import CheckpointError, SchemaError, nearest
 from roostream.models.build import build_model, load_model_config
 from roostream.models.config import ModelConfig
 from roostream.runtime import manifest as manifests
@@ -307,8 +307,7 @@ def import_collection(
     indices = range(new.options.num_shards)
     blocks = _blocks(collection.rows, ids, new)
     tensors, taken = _dense(collection.others, new)
-    expect_empty(store, home, indices)
-    with import_into(store, home, indices):
+    with importing(store, home, indices):
         store_id = create_store(store)
         register(store, new.schema)
         shards = {}
@@ -318,11 +317,7 @@ def import_collection(
         save_options(home, new.options)
         store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
         manifest = _manifest(store, tensors, shards, new)
-        if not store.create(manifest.name, manifest.encode()):
-            raise SetupError(
-                f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
-                "that runs there"
-            )
+        create_first_commit(store, manifest)
     num_rows = sum(map(len, collection.rows.values()))
     weights = sum(name.startswith("model.") for name in tensors)
     return CollectionImport(num_rows, len(collection.rows), taken, weights)

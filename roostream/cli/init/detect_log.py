@@ -412,7 +412,8 @@ def _flat(
         assumed += ["an action belongs to the newest earlier row that shows the item to the same user"]
     else:
         actions = _action_columns(path, columns, free, choices.click, lists.chosen)
-        counts, click, how = _counted(path, rows, actions, choices, lists, _advice_on_events(columns, free))
+        advice = _advice_on_events(columns, free)
+        counts, click, how = _count_actions(path, rows, actions, choices, lists, advice)
         assumed += how
     if lists.each:
         names = ", ".join(map(repr, lists.each))
@@ -468,7 +469,7 @@ def _flat(
     )  # fmt: skip
 
 
-def _counted(
+def _count_actions(
     path: str,
     rows: Sequence[dict[str, Any]],
     actions: dict[str, dict[str, Any]],
@@ -476,8 +477,8 @@ def _counted(
     lists: _ItemLists,
     advice: str,
 ) -> tuple[Counter[str], str, list[str]]:
-    """How often each action happened, the one to predict first, and a sentence about each column. `advice`:
-    what to do without any action."""
+    """Count the actions. Returns (action → number of rows with it, the action to predict first, a sentence
+    about each column of an action). `advice`: what the user can do if there is no action."""
     counts = Counter(
         {name: sum(_happened(row.get(_column(a)), a) for row in rows) for name, a in actions.items()}
     )

@@ -31,7 +31,7 @@ _SEAL_KEY_BYTES = 200  # of a sample, while its day is sealed: roostream/warehou
 _SEAL_BYTES = 5 * (128 << 20) + 300e6  # for `merge_bytes`, and for an idle compactor
 _READ_OF_UPDATER = 0.4  # what another updater adds to a request's read of Redis (docs/decisions/0118)
 _SPARE_CONNECTIONS = 32
-_ARCHIVES, _COMPACTS = "archive_us", "compact_us"  # figures of a sample
+_ARCHIVE_TIME, _COMPACT_TIME = "archive_us", "compact_us"  # names of measured figures, each of a sample
 _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
 
 
@@ -294,7 +294,8 @@ def partitions_for(load: Load, costs: Costs) -> int:
     limited."""
     workers = workers_for(costs, shards_for(load, costs)) or MAX_WORKERS
     sharing = max(workers, min(updaters_for(load), MAX_UPDATERS), min(auditors_for(load), MAX_AUDITORS))
-    by_sample = max(load.requests_per_s * costs.of(figure) / load.busy for figure in (_ARCHIVES, _COMPACTS))
+    sample_s = max(costs.of(_ARCHIVE_TIME), costs.of(_COMPACT_TIME))
+    by_sample = load.requests_per_s * sample_s / load.busy
     return 1 << math.ceil(math.log2(max(partitions_needed(load, costs), sharing, by_sample, 4)))
 
 
@@ -532,8 +533,8 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
     keys = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES / partitions
     room = load.machine_gb * _GB * load.busy - _SEAL_BYTES
     return [
-        _by_partition("archivers", _ARCHIVES, load, costs),
-        _by_partition("compactors", _COMPACTS, load, costs),
+        _by_partition("archivers", _ARCHIVE_TIME, load, costs),
+        _by_partition("compactors", _COMPACT_TIME, load, costs),
         Need(
             "a compactor's memory",
             (keys + _SEAL_BYTES) / _GB,
