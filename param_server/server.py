@@ -593,8 +593,6 @@ class Shard:
         target = restore_target(self.identity, self.store, name)
         check_home(self.segments, self.store, store_id, target.commit, self.identity.index, incarnation)
         state = target.commit.segments
-        # A home that remembers no store may hold what an older version committed in another one.
-        is_known = bool(name) or not store_id or bool(self.segments.remembered_store())
         self.segments.store_id = store_id
         # Segments that have no copy may be on a volume that is not mounted: then nothing is fetched.
         waits = self.segments.is_empty and any(segment.copy is None for segment in state)
@@ -633,7 +631,9 @@ class Shard:
                     f"its volume and restart the shard ({text})"
                 ) from None
             raise CheckpointError(text) from None
-        self.segments.note_restored(target.commit, manifest_numbers(self.store) if is_known else None)
+        # A store without commits proves nothing: it may have lost the manifest that names a segment of this
+        # home. Only shards that were told of that commit refuse to start over (`check_home`).
+        self.segments.note_restored(target.commit, manifest_numbers(self.store) if name else None)
         with self._lock:
             self._finish_restore(target)
         log.info(

@@ -12,7 +12,7 @@ from param_server.segments import STORE_KEY
 from param_server.server import Shard
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
 from roostream.runtime.store_identity import IDENTITY_NAME
-from tests.param_server.shard_support import ITEM, commit, make_shard, state_of
+from tests.param_server.shard_support import ITEM, commit, link_manifest, make_shard, state_of
 from tests.param_server.shard_support import push_to as push
 from tests.trainer.memory_store import MemoryStore
 
@@ -117,6 +117,24 @@ def test_the_store_is_recorded_before_the_first_commit() -> None:
     with pytest.raises(ConfigError):
         make_shard(home, store_with_identity(OTHER)).restore(1, "", OTHER)
     assert {key: home.get(key) for key in home.keys(b"")} == before
+
+
+def test_rows_of_a_commit_that_the_shard_did_not_learn_of_survive_a_store_that_lost_its_manifests() -> None:
+    """The process was killed between the creation of the manifest and COMMIT, and the manifests were away when
+    it came back. Another shard, which knows of the commit, puts training on hold until they are back."""
+    home, store = MemoryKeyValueStore(), store_with_identity(FIRST)
+    killed = make_shard(home, store)
+    killed.restore(1, "", FIRST)
+    push(killed, 1, ITEM, (1, 2))
+    rows = state_of(killed)
+    killed.freeze(1, 0)
+    name = link_manifest(store, 1, 1, [killed.write(1)])
+    manifest = store.objects.pop(name)
+    make_shard(home, store).restore(2, "", FIRST)
+    store.objects[name] = manifest
+    repaired = make_shard(home, store)
+    repaired.restore(3, name, FIRST)
+    assert state_of(repaired) == rows
 
 
 def without_identity(shard: CommittedShard) -> None:
