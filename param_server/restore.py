@@ -63,12 +63,13 @@ def restore_target(identity: ShardIdentity, store: CheckpointStore, name: str) -
     """This shard's part of manifest `name`; "" is the beginning.
 
     Raises:
-        CheckpointError: the manifest is absent or damaged, or has nothing of this shard.
+        CheckpointError: the manifest is damaged, or has nothing of this shard.
+        UnavailableError: the manifest is not there.
         ConfigError: it was committed with another number of shards, buckets or partitions, or another seed.
     """
     if not name:
         return RestoreTarget(EMPTY_COMMIT, {}, identity.first_owners)
-    manifest = manifests.load(store, name).manifest
+    manifest = manifests.load_chosen(store, name).manifest
     manifests.check_shape(
         manifest,
         num_shards=identity.num_shards,
@@ -117,19 +118,22 @@ def check_home(
             f"{change}: bring the store's manifests back, set `store` to the store of these rows, or give "
             "every shard an empty home to start over"
         )
-    if incarnation <= newest.incarnation:
-        raise ConfigError(
-            f"shard {index} has committed in incarnation {newest.incarnation}, but {store_name} is only at "
-            f"incarnation {incarnation}, so it is an older copy; {change}: bring the newest copy back, or "
-            f"continue from the older one with `roostream checkpoint rollback {target.seq} --incarnation "
-            f"{newest.incarnation}`"
-        )
     held = {(segment.name, segment.checksum) for commit in history for segment in commit.segments}
     if held and not remembered and not _is_named(held, store, target, index):
         raise ConfigError(
             f"shard {index} has committed rows up to commit {newest.seq}, but no commit of {store_name} "
             f"names them; {change}: set `store` to the store of these rows, or give every shard an empty "
             "home to start over"
+        )
+    # A damaged manifest, and one that was rolled back, is not lost: then the target is older on purpose.
+    if incarnation <= newest.incarnation or (
+        newest.seq > target.seq and manifests.has_lost(store, newest.seq, newest.incarnation)
+    ):
+        raise ConfigError(
+            f"shard {index} has commit {newest.seq} of incarnation {newest.incarnation}, but {store_name} "
+            f"ends with commit {target.seq} of incarnation {target.incarnation}, so it is an older copy; "
+            f"{change}: bring the newest copy back, or continue from the older one with `roostream "
+            f"checkpoint rollback {target.seq} --incarnation {newest.incarnation}`"
         )
 
 

@@ -253,23 +253,23 @@ class Segments:
     def note_restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
         """The state is this one again. Later commits are abandoned, but forgotten only with the next commit.
 
-        Writes nothing, so that a full disk cannot prevent a restore. Deletes, if possible, segments of no
-        commit: those whose number is not in `linked`, the numbers of all manifests (None: not known).
+        Records, if possible, a commit that this shard was not told of, and deletes segments of no commit:
+        those whose number is not in `linked`, the numbers of all manifests (None: not known). Never raises,
+        so that a full disk cannot prevent a restore.
         """
         self._restored = commit
         self._sent.clear()
-        if linked is None:
-            return
         try:
-            kept = {s.name for past in (*self.history(), commit) for s in past.segments}
-            abandoned = [
-                n for n in self.parts.names() if n not in kept and int(n.partition("-")[0]) not in linked
-            ]
+            history = self.history()
+            if linked is not None:  # first: it may free the space for the record
+                kept = {s.name for past in (*history, commit) for s in past.segments}
+                for name in self.parts.names():
+                    if name not in kept and int(name.partition("-")[0]) not in linked:
+                        self.discard(name)
+            if commit.segments and commit.seq > max((past.seq for past in history), default=0):
+                self._write_history([*history, commit])
         except (CheckpointError, UnavailableError) as error:
-            log.warning("abandoned segments could not be listed (%s); the next commit tries again", error)
-            return
-        for name in abandoned:
-            self.discard(name)
+            log.warning("the restored commit could not be recorded (%s); the next commit tries again", error)
 
     def read(
         self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None
@@ -491,10 +491,15 @@ class Segments:
         for newer in (self._restored, commit):
             if newer is not None:
                 past = [*(c for c in past if c.seq < newer.seq), newer]
-        history = [c for c in past if c.segments][-self.keep :]
+        history = self._write_history([c for c in past if c.segments])
+        self._restored = None
+        return history
+
+    def _write_history(self, commits: Sequence[Commit]) -> list[Commit]:
+        """Store the newest `keep` of these commits, and return them."""
+        history = list(commits[-self.keep :])
         listed = [(c.seq, c.incarnation, [s[:_NUM_STORED] for s in c.segments]) for c in history]
         self.store.write([(_HISTORY, msgspec.json.encode(listed))], sync=True)
-        self._restored = None
         return history
 
 

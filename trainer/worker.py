@@ -263,7 +263,7 @@ class Worker:
         if "partitions" in command:
             self.loop.assign([int(number) for number in command["partitions"]], session)
         name = str(command.get("manifest", ""))
-        manifest, checksum = manifests.load(self.store, name) if name else (None, "")
+        manifest, checksum = manifests.load_chosen(self.store, name) if name else (None, "")
         if manifest and manifest.input != session:
             raise FencedError(
                 f"expected the input that {name} was trained from, got another one, "

@@ -331,6 +331,23 @@ def load(store: CheckpointStore, name: str) -> Restorable:
     return load_data(name, data)
 
 
+def load_chosen(store: CheckpointStore, name: str) -> Restorable:
+    """Read the manifest that the controller has chosen for a restore.
+
+    Raises:
+        CheckpointError: it is damaged; the controller chooses the one before it.
+        UnavailableError: it is not there. The controller has seen it, so this program may not see it yet.
+    """
+    try:
+        return load(store, name)
+    except CheckpointError:
+        if name in store.list(MANIFESTS):
+            raise
+        raise UnavailableError(
+            f"expected {name}, which the controller has found, got a checkpoint store without it"
+        ) from None
+
+
 def load_data(name: str, data: bytes) -> Restorable:
     """The manifest that was read under this name. Raises CheckpointError, with the name: damaged."""
     try:
@@ -366,7 +383,7 @@ def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | N
         except CheckpointError as error:
             log.warning("skipping a damaged manifest: %s", error)
             continue
-        if any(rollback.discards(found.manifest) for rollback in past):
+        if any(rollback.discards(found.manifest.seq, found.manifest.incarnation) for rollback in past):
             log.warning("skipping %s of incarnation %d: it was rolled back", name, found.manifest.incarnation)
             continue
         return found
@@ -396,8 +413,9 @@ class PastRollback(NamedTuple):
     seq: int  # the commit that was made the newest
     incarnation: int  # claimed for the rollback
 
-    def discards(self, manifest: Manifest) -> bool:
-        return manifest.seq > self.seq and manifest.incarnation < self.incarnation
+    def discards(self, seq: int, incarnation: int) -> bool:
+        """Whether it discarded commit `seq` of this incarnation."""
+        return seq > self.seq and incarnation < self.incarnation
 
 
 def rollbacks(store: CheckpointStore) -> list[PastRollback]:
@@ -411,9 +429,18 @@ def rollbacks(store: CheckpointStore) -> list[PastRollback]:
     return []
 
 
-def is_rolled_back(store: CheckpointStore, manifest: Manifest) -> bool:
-    """Whether a rollback discarded this manifest, although its name is still, or again, in the store."""
-    return any(rollback.discards(manifest) for rollback in rollbacks(store))
+def is_rolled_back(store: CheckpointStore, seq: int, incarnation: int) -> bool:
+    """Whether a rollback discarded commit `seq` of this incarnation, although its manifest may still, or
+    again, be in the store."""
+    return any(rollback.discards(seq, incarnation) for rollback in rollbacks(store))
+
+
+def has_lost(store: CheckpointStore, seq: int, incarnation: int) -> bool:
+    """Whether the store does not have the manifest of this commit, which was once the newest, although no
+    rollback discarded it. A damaged manifest is not lost."""
+    names = {*store.list(MANIFESTS), *store.list(DISCARDED)}
+    found = {manifest_name(seq), f"{DISCARDED}/{seq:08d}"} & names
+    return not found and not is_rolled_back(store, seq, incarnation)
 
 
 def claim_incarnation(
@@ -498,7 +525,7 @@ def discard_after(store: CheckpointStore, seq: int, *, above: int = 0) -> list[i
     **If it fails half-way:** some of the newest are discarded; the next call continues.
     """
     kept = load(store, manifest_name(seq)).manifest
-    if is_rolled_back(store, kept):
+    if is_rolled_back(store, kept.seq, kept.incarnation):
         raise CheckpointError(
             f"expected a commit that is in use, got {kept.name} of incarnation {kept.incarnation}, which was "
             "rolled back; choose another one of `roostream checkpoint list`"

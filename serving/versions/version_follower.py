@@ -203,7 +203,7 @@ class VersionFollower:
         try:
             manifest = manifests.load_data(commit.name, commit.data).manifest
             self.check(manifest)
-            if manifests.is_rolled_back(self.store, manifest):
+            if manifests.is_rolled_back(self.store, manifest.seq, manifest.incarnation):
                 log.warning("%s is not served: it was rolled back", commit.name)
                 self._keep_refused(commit, is_damaged=False)
                 return False

@@ -462,7 +462,7 @@ def test_a_manifest_with_other_numbers_of_shards_buckets_or_partitions_is_refuse
 
 def test_an_absent_manifest_is_refused_but_still_fences_the_old_incarnation() -> None:
     shard = started_shard()
-    with pytest.raises(CheckpointError, match="absent"):
+    with pytest.raises(UnavailableError, match="expected manifests/00000009"):
         shard.restore(2, "manifests/00000009")
     with pytest.raises(FencedError):
         push(shard, 1, incarnation=1)

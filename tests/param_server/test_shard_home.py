@@ -10,7 +10,8 @@ import pytest
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import STORE_KEY
 from param_server.server import Shard
-from roostream.errors import ConfigError, RoostreamError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, RoostreamError, UnavailableError
+from roostream.runtime import manifest as manifests
 from roostream.runtime.store_identity import IDENTITY_NAME
 from tests.param_server.shard_support import ITEM, commit, link_manifest, make_shard, state_of
 from tests.param_server.shard_support import push_to as push
@@ -79,13 +80,33 @@ def test_a_shard_refuses_the_manifests_of_another_store(shard: CommittedShard) -
     shard.assert_unchanged()
 
 
-def test_a_shard_refuses_an_older_copy_of_its_store_until_it_is_accepted(shard: CommittedShard) -> None:
+@pytest.mark.parametrize("incarnation", [1, 2])
+def test_a_shard_refuses_an_older_copy_of_its_store_until_it_is_accepted(
+    shard: CommittedShard, incarnation: int
+) -> None:
+    """The copy may already have been used by a controller: then its incarnation is above the shard's."""
     older = store_with_identity(FIRST)
     older.objects |= {name: data for name, data in shard.store.objects.items() if name.endswith("1")}
-    with pytest.raises(ConfigError, match="--incarnation 1"):
-        shard.restore(older, 1, "manifests/00000001", FIRST)
+    with pytest.raises(ConfigError, match="rollback 1 --incarnation 1"):
+        shard.restore(older, incarnation, "manifests/00000001", FIRST)
     shard.assert_unchanged()
-    assert shard.restore(older, 2, "manifests/00000001", FIRST).committed.seq == 1
+    manifests.discard_after(older, 1, above=1)
+    assert shard.restore(older, 3, "manifests/00000001", FIRST).committed.seq == 1
+
+
+def test_a_manifest_that_a_shard_does_not_see_is_not_damaged(shard: CommittedShard) -> None:
+    """The controller has seen it. For a damaged one, all members would go back to the commit before it."""
+    del shard.store.objects[shard.name]
+    with pytest.raises(UnavailableError, match="which the controller has found"):
+        shard.restore(shard.store, 2, shard.name, FIRST)
+    shard.store.objects[shard.name] = b"damaged"
+    with pytest.raises(CheckpointError):
+        shard.restore(shard.store, 3, shard.name, FIRST)
+
+
+def test_a_shard_goes_back_behind_a_damaged_manifest(shard: CommittedShard) -> None:
+    shard.store.damage(shard.name)
+    assert shard.restore(shard.store, 2, "manifests/00000001", FIRST).committed.seq == 1
 
 
 @pytest.mark.parametrize("controllers_store", [FIRST, OTHER])
@@ -120,8 +141,8 @@ def test_the_store_is_recorded_before_the_first_commit() -> None:
 
 
 def test_rows_of_a_commit_that_the_shard_did_not_learn_of_survive_a_store_that_lost_its_manifests() -> None:
-    """The process was killed between the creation of the manifest and COMMIT, and the manifests were away when
-    it came back. Another shard, which knows of the commit, puts training on hold until they are back."""
+    """The process was killed between the creation of the manifest and COMMIT, and the manifests were away
+    when it came back. Another shard, which knows of the commit, puts training on hold until they are back."""
     home, store = MemoryKeyValueStore(), store_with_identity(FIRST)
     killed = make_shard(home, store)
     killed.restore(1, "", FIRST)

@@ -231,7 +231,7 @@ def test_a_killed_shard_restores_its_committed_rows(
     assert {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()} == committed
 
     refused = controller.execute("restore", 3, manifest="manifests/00000009")
-    assert refused["ok"] is False and refused["damaged"] is True and "absent" in refused["error"]
+    assert refused["ok"] is False and refused["away"] is True and "manifests/00000009" in refused["error"]
     transport.close()
     assert shard.stop_with(signal.SIGTERM) == 0
     assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()

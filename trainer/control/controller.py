@@ -478,6 +478,12 @@ class Controller:
                 f"expected incarnation {known} in the checkpoint store, got {newest}: this is an older copy "
                 "of the store; bring the newest one back"
             )
+        before = self.coordinator.last
+        if before and manifests.has_lost(self.store, before.manifest.seq, before.manifest.incarnation):
+            raise UnavailableError(
+                f"expected {before.name} in the checkpoint store, got a store without it: bring it back, or "
+                "restart the controller to continue from an older commit"
+            )
         plan = effect.plan or self._stored_plan()
         if plan.hold and not plan.hold.since_ms:
             plan = plan._replace(hold=plan.hold._replace(since_ms=self.clock.now_ms()))

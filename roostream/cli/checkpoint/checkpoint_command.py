@@ -316,7 +316,7 @@ def _only_of_collections(given: dict[str, object], instead: str) -> None:
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="continue above incarnation N, which a shard names when the store is an older copy",
+    help="continue above incarnation N, which a shard names when the store has lost its newest commits",
 )
 @click.option("--yes", is_flag=True, help="do not ask for confirmation")
 def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bool) -> None:
@@ -335,13 +335,16 @@ def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bo
     _number(opened, seq)
     with contextlib.nullcontext() if store else place.locked():  # no stack starts meanwhile
         newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
-        if not newer and incarnation <= manifests.newest_incarnation(opened):
+        if not newer and not incarnation:
             click.echo(f"commit {seq} is already the newest")
             return
-        click.echo(
-            f"{len(newer)} commits are newer than {seq} and will be discarded (kept in "
-            f"{manifests.DISCARDED}/ until new commits follow):"
-        )
+        if newer:
+            click.echo(
+                f"{len(newer)} commits are newer than {seq} and will be discarded (kept in "
+                f"{manifests.DISCARDED}/ until new commits follow):"
+            )
+        else:
+            click.echo(f"commits after {seq} that only the shards have will be discarded")
         for name, text in commit_rows(newer):
             click.echo(f"  {name}: {text}")
         if not yes:

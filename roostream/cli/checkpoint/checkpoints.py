@@ -62,7 +62,7 @@ def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
         name = manifests.manifest_name(number)
         try:
             manifest = manifests.load(store, name).manifest
-            if manifests.is_rolled_back(store, manifest):
+            if manifests.is_rolled_back(store, manifest.seq, manifest.incarnation):
                 out.append({"seq": number, "problem": "it arrived after it was rolled back; it is not used"})
             else:
                 out.append({**_describe(manifest), "tier": tiers.get(number, "")})

@@ -378,6 +378,8 @@ def test_an_older_copy_of_a_store_is_continued_above_the_incarnation_of_its_shar
     code, _ = run_command("rollback", newest, "--home", home.root, "--incarnation", 70, "--yes")
     assert code == 0 and manifests.newest_incarnation(home.store) == 71
     assert manifests.numbers(home.store)[-1] == newest
+    code, _ = run_command("rollback", newest, "--home", home.root, "--incarnation", 5, "--yes")
+    assert code == 0 and manifests.is_rolled_back(home.store, newest + 1, 5), "also for a copy that was used"
 
 
 def import_into_other_home(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Path]:

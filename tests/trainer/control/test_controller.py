@@ -218,6 +218,21 @@ def test_an_unavailable_store_is_waited_for_and_skips_no_manifest(
     assert fleet.controller.coordinator.last.name == "manifests/00000001"
 
 
+def test_a_controller_does_not_go_back_behind_a_commit_that_it_made(caplog: pytest.LogCaptureFixture) -> None:
+    """The shards may not have been told of that commit, so they would start over."""
+    fleet = fleet_with_one_commit()
+    manifest = fleet.store.objects.pop("manifests/00000001")
+    fleet.clock.advance(4)
+    for _ in range(5):
+        fleet.controller.turn()
+    coordinator = fleet.controller.coordinator
+    assert coordinator.state is State.CLAIMING
+    assert "expected manifests/00000001" in fleet.controller.status()["away"]
+    fleet.store.objects["manifests/00000001"] = manifest
+    fleet.controller.turn()
+    assert coordinator.state is not State.CLAIMING and coordinator.last is not None
+
+
 def test_an_empty_store_in_place_of_the_known_one_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -9,13 +9,17 @@ order workers run. `--seed N` replays one schedule; `-m chaos` runs thousands.
 from __future__ import annotations
 
 import functools
+import random
+from collections import Counter
 
 import pytest
 
+from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, FaultSchedule, SlowShard, StoreFault
 from tests.trainer.schedules import (
     LIMITS,
+    SHARDS,
     STORE_FAULTS,
     every_nth,
     random_kills,
@@ -26,7 +30,8 @@ from tests.trainer.schedules import (
     run_schedule,
     seed_ranges,
 )
-from tests.trainer.simulator import Kill, Simulation, Twin
+from tests.trainer.simulator import MAX_ROUNDS, Kill, Simulation, Twin
+from trainer.control.types import State
 
 NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [
@@ -103,6 +108,50 @@ def test_g8_wall_clocks_that_are_an_hour_wrong_change_no_result() -> None:
 def test_g8_hundreds_of_schedules_with_wall_clocks_an_hour_wrong(first: int) -> None:
     for seed in range(first, first + 100):
         run_with_wrong_clocks(seed)
+
+
+def run_with_absent_manifests(seed: int) -> Counter[str]:
+    """Move all or the newest manifests away while processes are killed, once a shard knows of the newest
+    commit. Bring them back after some rounds, and end the hold if there is one. Return what happened."""
+    draw, workers, seen = random.Random(f"absent {seed}"), 1 + seed % 2, Counter[str]()
+    options = random_options(seed, workers)
+    simulation = fleet(workers, real_shards=True, uploads=seed % 4 == 0, **options)
+    first_round = draw.randint(8, 30)
+    while simulation.network.round < first_round or not knows_newest_commit(simulation):
+        simulation.round()
+    objects = simulation.store.objects
+    names = sorted(name for name in objects if name.startswith("manifests/"))
+    away = {name: objects.pop(name) for name in names[draw.choice((0, -1)) :]}
+    programs = [CONTROLLER, *simulation.slots]
+    for who in draw.sample(programs, draw.randint(0, len(programs))):
+        simulation.kill(who)
+    for _ in range(draw.randint(2, 30)):
+        simulation.round()
+    assert not away.keys() & objects.keys(), f"seed {seed}: a commit was made again"
+    objects |= away
+    for _ in range(MAX_ROUNDS):
+        controller = simulation.controller
+        if controller is not None and controller.coordinator.state is State.HELD:
+            seen["holds"] += controller.coordinator.release()
+        simulation.round()
+        simulation.kills = []  # those whose moments never occurred
+        if simulation.is_done():
+            break
+    assert simulation.run().bits() == undisturbed(workers, True), f"seed {seed}"
+    return seen
+
+
+def knows_newest_commit(simulation: Simulation) -> bool:
+    newest = manifests.newest(simulation.store)
+    shards = [simulation.slots[who].process for who in SHARDS]
+    return newest is not None and any(
+        process is not None and process.shard.committed.seq == newest.manifest.seq for process in shards
+    )
+
+
+@pytest.mark.parametrize("seeds", seed_ranges(10, first=9000, chaos=500), ids=str)
+def test_g2_manifests_that_are_away_for_a_while_are_neither_replaced_nor_forgotten(seeds: range) -> None:
+    assert sum((run_with_absent_manifests(seed) for seed in seeds), Counter())["holds"]
 
 
 @pytest.mark.parametrize("kind", STORE_FAULTS)
