@@ -216,6 +216,7 @@ SEQUENCE = (
             "feature 'h': expected columns {'a': 'ids', 'b': 'ids'}",
         ),
         ('{ a = "item" }', '{ b = "item" }', "feature 'h': expected column_tables {'a': 'item'}"),
+        (AGE, AGE.replace("nro", "ro"), "feature 'age': expected [[nro]] (schema in use), got [[ro]]"),
     ],
 )
 def test_an_unreadable_schema_change_is_refused(old: str, new: str, message: str) -> None:
