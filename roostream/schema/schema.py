@@ -156,8 +156,9 @@ class Label(Settings):
 
     @property
     def amount_scale(self) -> float:
-        """Scale of an amount; 0 for other objectives."""
-        return self.scale if self.objective == "amount" else 0.0
+        """Scale of an amount; 0 for an event, and -1 for the other objectives, whose scores are no
+        probabilities either."""
+        return self.scale if self.objective == "amount" else 0.0 if self.objective == "event" else -1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,6 +263,10 @@ class Schema:
     @cached_property
     def tasks(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
+
+    @cached_property
+    def amount_scales(self) -> tuple[float, ...]:
+        return tuple(label.amount_scale for label in self.labels)
 
     def floats(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
         """Float features of a side in declared order: the F floats of its block and batch."""
