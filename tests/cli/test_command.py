@@ -15,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from infra.options import ROOT
 from roostream.cli import reference_pages
 from roostream.cli.main import SECTIONS, cli, main
 from roostream.errors import SetupError
@@ -36,6 +37,12 @@ def test_the_help_lists_the_commands_of_each_section_once() -> None:
     assert listed == [name for names in SECTIONS.values() for name in names]
     hidden = {"bench", "next-item", "prepare"}
     assert set(listed) | hidden == {words[0] for words in COMMANDS} and len(listed) == len(set(listed))
+
+
+def test_no_help_names_a_path_of_this_machine() -> None:
+    for words in sorted(COMMANDS):
+        output = CliRunner().invoke(cli, [*words, "--help"], terminal_width=1000).output
+        assert str(ROOT) not in output, words
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
