@@ -247,6 +247,20 @@ def test_keys_need_no_package_of_another_program() -> None:
     assert not any(line.endswith(("| torch", "|   torch")) for line in done.stderr.splitlines())
 
 
+def test_only_import_log_needs_the_extra_warehouse(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['deltalake'] = None; from roostream.cli.main import main; main()"
+
+    def run(*arguments: str) -> str:
+        command = (sys.executable, "-c", without, "import", *arguments)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+
+    (tmp_path / "log.jsonl").write_text("")
+    schema = ("--schema", "no.toml")
+    assert "no.toml: no such file" in run("table", *schema, "--map", "m.toml", "--out", "o.jsonl", "i.csv")
+    refused = run("log", *schema, "--warehouse", "warehouse", "log.jsonl")
+    assert refused == "error: `import log` needs deltalake; pip install 'roostream[warehouse]'\n"
+
+
 def test_a_command_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.lazy, "absent", "absent_module:command")
     result = CliRunner().invoke(cli, ["absent"])
