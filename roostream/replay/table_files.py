@@ -60,6 +60,7 @@ _KINDS = {
 }
 _IDS = "^[A-Za-z]{1,4}[0-9]+( [A-Za-z]{1,4}[0-9]+)*$"
 _FLAGGED_IDS = "^[A-Za-z]{0,4}[0-9]+-[01]( [A-Za-z]{0,4}[0-9]+-[01])*$"
+_OF_MIND = ("impression_id", "user_id", "time", "history", "impressions")
 CLICKED = "clicked"
 LISTS = (
     "candidates",
@@ -569,9 +570,11 @@ def _names(path: str, line: str, delimiter: str) -> list[str]:
         )
     number = re.compile(_KINDS["number"][0])
     if values := [name for name in names if number.match(name)]:
+        is_mind = len(names) == len(_OF_MIND) and re.match(_FLAGGED_IDS, names[-1])
+        example = delimiter.join(_OF_MIND if is_mind else ("user", "item", "time", "click"))
         raise ConfigError(
             f"{path}: expected a first line with the names of the columns, got a row with the value "
-            f"{values[0][:64]!r}; write the names above it"
+            f"{values[0][:64]!r}; write a line of names above it, such as {example!r}"
         )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{path}: two columns are named {twice[0]!r}; rename one in the first line")

@@ -234,7 +234,9 @@ def test_an_invalid_row_is_reported_with_its_line_or_skipped(
     ("name", "content", "message_part"),
     [
         ("a.csv", b"", "names of the columns"),
-        ("a.csv", b"1772352020,u1,3\n", "names of the columns"),
+        ("a.csv", b"1772352020,u1,3\n", "names of the columns.* such as 'user,item,time,click'"),
+        ("a.tsv", b"1\tU8\t11/11/2019 9:05:58 AM\tN5 N4\tN6-1 N3-0\n",
+         r"such as 'impression_id\\tuser_id\\ttime\\thistory\\timpressions'"),
         ("a.csv", b"user\nann\n", "separated"),
         ("a.csv", b"user,user\n1,2\n", "'user'"),
         ("a.csv", "user,city\nann,M\xfcnchen\n".encode("latin-1"), "UTF-8"),
@@ -245,7 +247,7 @@ def test_an_invalid_row_is_reported_with_its_line_or_skipped(
         ("a.xlsx", b"", "csv"),
         ("absent/a.csv", b"", "no such file"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_not_a_table_is_rejected_in_one_sentence(
     tmp_path: Path, name: str, content: bytes, message_part: str
 ) -> None:
