@@ -230,6 +230,15 @@ def test_an_invalid_row_is_reported_with_its_line_or_skipped(
     assert [(row["user"], row[LINE]) for row in rows] == [("ann", line - 1), ("cid", line + 1)]
 
 
+def test_lines_are_counted_also_with_line_breaks_in_cells_and_empty_lines(tmp_path: Path) -> None:
+    cells = '"ann\nlee",1\n\nbob,2\n"cid\nor so"\n"dan\n\nx",4\neve\nfay,6\n'
+    with pytest.raises(LogError, match=r"a\.csv:6: expected 2 cells"):
+        read(tmp_path, ("a.csv", f"user,price\n{cells}"))
+    (tmp_path / "out").rmdir()
+    rows = read(tmp_path, ("a.csv", f"user,price\n{cells}"), skip_bad=True)
+    assert [(row["user"][:3], row[LINE]) for row in rows] == [("ann", 2), ("bob", 5), ("dan", 8), ("fay", 12)]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message_part"),
     [
