@@ -203,8 +203,8 @@ def _lists(num_items: int) -> Row:
         skipped=_NO_FAISS,
         subjects=(
             Subject("lists, then vectors of now", f"{_HERE}:search", ("ivf", num_items)),
-            Subject("faiss, every one compared", f"{_HERE}:search", ("flat", num_items), "peer"),
             Subject("exact", f"{_HERE}:search", ("exact", num_items), "before"),
+            Subject("faiss, every one compared", f"{_HERE}:search", ("flat", num_items), "peer"),
         ),
     )
 

@@ -110,8 +110,8 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
     same.
 
     Raises:
-        SchemaError: a feature changed its kind, table or columns, a table became narrower, or the labels
-            differ.
+        SchemaError: a feature changed its kind, table, columns or side, a table became narrower, or the
+            labels differ.
         ConfigError: the manifest's schema is not in the store.
     """
     if manifest.schema == f"{schema.fingerprint:016x}":

@@ -141,14 +141,13 @@ class PartitionStates:
             batch = dataclasses.replace(batch, weight_BT=weight_BT)
         partition_R = np.where(batch.correction_R, -1, batch.partition_R)
         self.windowed.count(batch, partition_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
-        scale_T = [label.amount_scale for label in batch.schema.labels]
         rows, index_R = rows_by_partition(batch), np.zeros(batch.num_requests, dtype=np.int64)
         for index, row_M in enumerate(rows.values()):
             index_R[row_M] = index
         metrics = [self._states[partition].metrics for partition in rows]
         if metrics:
             columns = (score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
-            update_each(metrics, index_R, ScoredBatch(*columns, scale_T, weight_R))
+            update_each(metrics, index_R, ScoredBatch(*columns, batch.schema.amount_scales, weight_R))
 
     def metrics(self) -> Metrics:
         """Merged metrics of all partitions since the beginning."""

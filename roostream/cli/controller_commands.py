@@ -20,7 +20,7 @@ from roostream.cli.options import (
     wait_option,
     with_options,
 )
-from roostream.errors import ConfigError, printable
+from roostream.errors import ConfigError, TransportError, printable
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.runtime.rpc.transport import Header
@@ -67,7 +67,10 @@ def call_controller(
         address = str(Home(home).running_stack()["controller"])
     transport = SocketTransport(address, credentials=LinkCredentials(read_link_security(link)))
     with contextlib.closing(transport):
-        return transport.call(method, header, timeout_s=timeout_s)[0]
+        try:
+            return transport.call(method, header, timeout_s=timeout_s)[0]
+        except TransportError as error:  # it names the method of the protocol, which is not the command
+            raise TransportError(f"controller {str(error).removeprefix(method).lstrip()}") from None
 
 
 def read_link_security(file: str) -> LinkSecurity:

@@ -299,7 +299,14 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
-    """The console entry point."""
+    """The console entry point.
+
+    Output that cannot be written is an error of the user. Only a pipe that nobody reads any more ends the
+    command quietly, with exit code 1.
+    """
+    if sys.stdout is None:  # and the next file that is opened would get what libraries print
+        click.echo("error: standard output is closed; send it to a file or to /dev/null", err=True)
+        sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths are any bytes, and a terminal may know ASCII only
             stream.reconfigure(errors="backslashreplace")
@@ -309,13 +316,32 @@ def main() -> None:
         click.echo("error: the current folder does not exist any more; change to another one", err=True)
         sys.exit(2)
     try:
-        cli.main(prog_name="roostream")
+        try:
+            cli.main(prog_name="roostream")
+        finally:
+            _flush_stdout()
+    except BrokenPipeError:
+        sys.exit(1)
     except Exception as error:
         text = _sentence(error)
         if not text:
             raise
         click.echo(f"error: {text}", err=True)
         sys.exit(2)
+
+
+def _flush_stdout() -> None:
+    """Write what is left of the output. What cannot be written is discarded; Python would try it again.
+
+    Raises:
+        OSError: standard output is full or a broken pipe.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+        raise
 
 
 def _sentence(error: Exception) -> str:

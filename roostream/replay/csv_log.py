@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 
 from roostream.errors import ConfigError
 from roostream.replay.datasets import EventLog
 from roostream.replay.input_files import open_file
-from roostream.replay.log_lines import UNREADABLE, LogError, LogLineReader
-from roostream.replay.table_files import column_names, delimiter_of, first_line, not_utf8
+from roostream.replay.log_lines import UNREADABLE, LogLineReader
+from roostream.replay.table_files import column_names, delimiter_of, first_line, text_rows
 from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
@@ -70,50 +69,14 @@ def _read(path: str, reader: LogLineReader, value: Callable[[bool, str, str], An
         ConfigError: the file does not exist, cannot be read, or is not CSV in UTF-8.
         LogError: a bad line that is not skipped.
     """
-    skipped_lines: list[int] = []
-    refused: list[LogError] = []
-
-    def on_bad(row: pyarrow.csv.InvalidRow) -> str:
-        skipped_lines.append(row.number)
-        text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
-        try:
-            reader.refuse(f"{path}:{row.number}", ValueError(text))
-        except LogError as error:
-            refused.append(error)
-            return "error"
-        return "skip"
-
     with open_file(path) as file:
         header = first_line(path, file)
         delimiter = delimiter_of(header)
         names = column_names(header, delimiter)
         if not names:
             raise ConfigError(f"{path}: expected a header line and rows, got an empty file")
-        file.seek(0)
-        try:
-            table = pyarrow.csv.read_csv(
-                file,
-                read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
-                parse_options=pyarrow.csv.ParseOptions(
-                    delimiter=delimiter,
-                    newlines_in_values=True,
-                    ignore_empty_lines=False,
-                    invalid_row_handler=on_bad,
-                ),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
-                ),
-            )
-        except pa.ArrowInvalid as error:
-            if refused:
-                raise refused[0] from None
-            if "UTF8" in str(error):
-                raise not_utf8(path) from None
-            text = f"{path}: expected CSV, got something else ({str(error).splitlines()[0]})"
-            raise ConfigError(text) from None
-    line_N = np.setdiff1d(np.arange(2, len(table) + len(skipped_lines) + 2), skipped_lines)
-    present_N = np.zeros(len(table), np.bool_)  # an empty line is a row without cells
-    for column in table.columns:
-        present_N |= column.is_valid().to_numpy()
-    table = table.filter(pa.array(present_N))
-    return LogTable(path, table, line_N[present_N], partial(value, delimiter == ";"))
+        parts = list(text_rows(path, file, names, delimiter, [""], reader.refuse))
+    schema = pa.schema([(name, pa.string()) for name in names])
+    table = pa.Table.from_batches([rows for rows, _ in parts], schema)
+    line_N = np.concatenate([np.zeros(0, np.int64), *(lines for _, lines in parts)])
+    return LogTable(path, table, line_N, partial(value, delimiter == ";"))

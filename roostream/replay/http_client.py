@@ -41,6 +41,7 @@ class HttpClient:
             raise setting_error("serving", "http://host:port", base_url, str(error)) from None
         self.outcomes: Counter[str] = Counter()  # ok | refused | retried | gave_up
         self.last_refusal = ""  # path, status and text of the last answer that rejects a request
+        self.last_failure = ""  # why the last attempt that is retried failed
         self._logged_s = -_LOG_INTERVAL_S
         self._is_down = False
 
@@ -54,8 +55,8 @@ class HttpClient:
             if answer is not None and answer.status_code not in _RETRIED_STATUS:
                 return self._finish(path, answer)
             wait_s = max(_retry_after_s(answer), delay_s * random.uniform(0.5, 1.0))
-            problem = problem or f"status {answer.status_code if answer is not None else 0}"
-            self._warn(f"request to serving failed: {problem}; it is retried", loop.time())
+            self.last_failure = problem or f"status {answer.status_code if answer is not None else 0}"
+            self._warn(f"request to serving failed: {self.last_failure}; it is retried", loop.time())
             if loop.time() + wait_s > until_s:
                 self.outcomes["gave_up"] += 1
                 return None

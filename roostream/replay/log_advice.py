@@ -17,12 +17,16 @@ _MAX_NAMED = 5
 
 
 def advice(
-    schema: Schema, profile: LogProfile, positives: Mapping[str, int] | None = None, prior: float = 0.1
+    schema: Schema,
+    profile: LogProfile,
+    positives: Mapping[str, int] | None = None,
+    base_rates: Mapping[str, float] | None = None,
+    prior: float = 0.1,
 ) -> list[str]:
     """One sentence for each problem: what was found, and what to do.
 
-    `positives` is label → number of candidates with a label above 0, if the log was joined. `prior` is the
-    prediction of the untrained model.
+    `positives` is label → number of candidates with a label above 0, and `base_rates` their share by sampling
+    weight, if the log was joined. `prior` is the prediction of the untrained model.
     """
     found = [
         *_actions(schema, profile),
@@ -31,7 +35,11 @@ def advice(
         *_tables(schema),
     ]
     found += _lists(profile)
-    return found if positives is None else [*found, *_labels(schema, profile, positives, prior)]
+    return (
+        found
+        if positives is None
+        else [*found, *_labels(schema, profile, positives, base_rates or {}, prior)]
+    )
 
 
 def _actions(schema: Schema, profile: LogProfile) -> Iterator[str]:
@@ -112,7 +120,13 @@ def prior_of(share: float) -> str:
     return f"{min(share, 0.99):.2g}"
 
 
-def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], prior: float) -> Iterator[str]:
+def _labels(
+    schema: Schema,
+    profile: LogProfile,
+    positives: Mapping[str, int],
+    base_rates: Mapping[str, float],
+    prior: float,
+) -> Iterator[str]:
     for label in schema.labels:
         count, predicted = positives.get(label.name, 0), label.prior or prior
         if not count and label.action in profile.actions:
@@ -126,7 +140,7 @@ def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], p
                 "also the candidates that were shown without this action"
             )
             continue
-        share = count / profile.num_candidates if profile.num_candidates else 0.0
+        share = base_rates.get(label.name, 0.0)
         is_near = 1 / _FAR_FROM_PRIOR <= share / predicted <= _FAR_FROM_PRIOR
         if count and profile.num_candidates >= _MIN_CANDIDATES and not is_near:
             yield (

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from roostream.errors import SetupError
+from roostream.errors import SetupError, UnavailableError
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
 from roostream.replay.report_files import check_report
@@ -40,6 +40,7 @@ async def simulate_users(config: SimulateConfig, health: Health, stop: program.S
 
     Raises:
         SetupError: serving refused every request.
+        UnavailableError: serving answered no request.
     """
     client = HttpClient(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
@@ -52,10 +53,17 @@ async def simulate_users(config: SimulateConfig, health: Health, stop: program.S
         alive.cancel()
         REGISTRY.unregister(collector)
         await client.close()
-    if client.last_refusal and not client.outcomes["ok"]:
+    if client.outcomes["ok"]:
+        return
+    if client.last_refusal:
         raise SetupError(
             f"serving refused all {client.outcomes['refused']} requests; the last answer was "
             f"{client.last_refusal}; simulated users need serving with the schema of the demo"
+        )
+    if client.last_failure:
+        raise UnavailableError(
+            f"serving at {config.serving} answered no request: {client.last_failure}; "
+            "check that it runs, and its address"
         )
 
 

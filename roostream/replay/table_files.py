@@ -21,7 +21,7 @@ import codecs
 import csv
 import itertools
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from roostream.errors import ConfigError, RoostreamError, nearest
+from roostream.errors import ConfigError, nearest
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
@@ -60,6 +60,7 @@ _KINDS = {
 }
 _IDS = "^[A-Za-z]{1,4}[0-9]+( [A-Za-z]{1,4}[0-9]+)*$"
 _FLAGGED_IDS = "^[A-Za-z]{0,4}[0-9]+-[01]( [A-Za-z]{0,4}[0-9]+-[01])*$"
+_OF_MIND = ("impression_id", "user_id", "time", "history", "impressions")
 CLICKED = "clicked"
 LISTS = (
     "candidates",
@@ -569,9 +570,11 @@ def _names(path: str, line: str, delimiter: str) -> list[str]:
         )
     number = re.compile(_KINDS["number"][0])
     if values := [name for name in names if number.match(name)]:
+        is_mind = len(names) == len(_OF_MIND) and re.match(_FLAGGED_IDS, names[-1])
+        example = delimiter.join(_OF_MIND if is_mind else ("user", "item", "time", "click"))
         raise ConfigError(
             f"{path}: expected a first line with the names of the columns, got a row with the value "
-            f"{values[0][:64]!r}; write the names above it"
+            f"{values[0][:64]!r}; write a line of names above it, such as {example!r}"
         )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{path}: two columns are named {twice[0]!r}; rename one in the first line")
@@ -580,54 +583,85 @@ def _names(path: str, line: str, delimiter: str) -> list[str]:
 
 def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
     """Rows of separated text, all cells as texts. A row with another number of cells is refused."""
-    refused = list[Exception]()
-    bad_lines = list[int]()
-
-    def on_bad(row: pyarrow.csv.InvalidRow) -> str:
-        bad_lines.append(row.number)
-        text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
-        try:
-            refuse(f"{path}:{row.number}", ValueError(text))
-        except RoostreamError as error:
-            refused.append(error)
-            return "error"
-        return "skip"
-
     with open_file(path) as file:
         names = _names(path, first_line(path, file), delimiter)
-        file.seek(0)
-        line = 2
-        try:
-            reader = pyarrow.csv.open_csv(
-                file,
-                read_options=pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=_BLOCK_BYTES, column_names=names, skip_rows=1
-                ),
-                parse_options=pyarrow.csv.ParseOptions(
-                    delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad
-                ),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=dict.fromkeys(names, pa.string()),
-                    null_values=_EMPTY,
-                    strings_can_be_null=True,
-                ),
-            )
-            yield _Batch({name: pa.array([], pa.string()) for name in names}, [])  # of a file without rows
-            for batch in reader:
-                lines = list[int]()
-                bad = set(bad_lines)
-                while len(lines) < len(batch):
-                    lines += [] if line in bad else [line]
-                    line += 1
-                yield _Batch({name: batch.column(name) for name in names}, lines)
-        except pa.ArrowInvalid as error:
-            if refused:
-                raise refused[0] from None
-            if "UTF8" in str(error) or "UTF-8" in str(error):
-                raise not_utf8(path) from None
-            raise ConfigError(
-                f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"
-            ) from None
+        yield _Batch({name: pa.array([], pa.string()) for name in names}, [])  # of a file without rows
+        for rows, line_N in text_rows(path, file, names, delimiter, _EMPTY, refuse):
+            yield _Batch({name: rows.column(name) for name in names}, line_N)
+
+
+def text_rows(
+    path: str, file: BinaryIO, names: Sequence[str], delimiter: str, missing: Sequence[str], refuse: Refuse
+) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
+    """Rows of the open file below its first line, and the line on which each begins (int64); all cells are
+    texts, those in `missing` null. A row with another number of cells is refused; one without any cell, such
+    as an empty line, is left out.
+
+    Raises:
+        ConfigError: the file is not separated text in UTF-8.
+    """
+    lines = _RowLines(path, refuse)
+    file.seek(0)
+    try:
+        batches = pyarrow.csv.open_csv(
+            file,
+            read_options=pyarrow.csv.ReadOptions(
+                use_threads=False, block_size=_BLOCK_BYTES, column_names=names, skip_rows=1
+            ),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=delimiter,
+                newlines_in_values=True,
+                ignore_empty_lines=False,
+                invalid_row_handler=lines.on_bad,
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), null_values=missing, strings_can_be_null=True
+            ),
+        )
+        for batch in batches:
+            line_N, present_N = lines.of(batch), np.zeros(len(batch), np.bool_)
+            for column in batch.columns:
+                present_N |= np.asarray(column.is_valid())
+            yield batch.filter(pa.array(present_N)), line_N[present_N]
+        lines.of(batches.schema.empty_table())
+    except pa.ArrowInvalid as error:
+        if "UTF8" in str(error) or "UTF-8" in str(error):
+            raise not_utf8(path) from None
+        raise ConfigError(
+            f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"
+        ) from None
+
+
+class _RowLines:
+    """The line on which each row begins: pyarrow counts rows, whose cells may have line breaks."""
+
+    def __init__(self, path: str, refuse: Refuse) -> None:
+        self._path, self._refuse = path, refuse
+        self._row = self._line = 2  # of the next row; 1 has the names
+        self._bad: deque[tuple[int, int, str]] = deque()  # row, its line breaks, what is wrong
+
+    def on_bad(self, row: pyarrow.csv.InvalidRow) -> str:
+        text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
+        self._bad.append((row.number, row.text.count("\n"), text))
+        return "skip"
+
+    def of(self, rows: pa.RecordBatch | pa.Table) -> np.ndarray:
+        """The lines of the next rows. Refuses the bad rows before, between and after them."""
+        breaks_N = np.zeros(len(rows), np.int64)
+        for column in rows.columns:
+            breaks_N += np.asarray(pc.fill_null(pc.count_substring(column, "\n"), 0))
+        line_N, done = np.zeros(len(rows), np.int64), 0
+        while True:
+            while self._bad and self._bad[0][0] == self._row:
+                _, breaks, text = self._bad.popleft()
+                self._refuse(f"{self._path}:{self._line}", ValueError(text))
+                self._row, self._line = self._row + 1, self._line + 1 + breaks
+            if done == len(rows):
+                return line_N
+            end = min(len(rows), done + self._bad[0][0] - self._row) if self._bad else len(rows)
+            size_M = 1 + breaks_N[done:end]
+            line_N[done:end] = self._line + np.cumsum(size_M) - size_M
+            self._row, self._line, done = self._row + end - done, self._line + int(size_M.sum()), end
 
 
 def _list_of_rows(path: str) -> str:

@@ -44,6 +44,7 @@ def check(schema: Schema, locations: RowLocations) -> Schema:
     _check_counters(schema, locations)
     names: set[str] = set()
     for side in ("ro", "nro"):
+        owner_of: dict[str, str] = {}  # column in tables of samples (roostream/wire/columnar.py) -> feature
         for row, f in enumerate(getattr(schema, side)):
             origin = partial(locations.describe, side, row)
             if f.name in names:
@@ -51,6 +52,12 @@ def check(schema: Schema, locations: RowLocations) -> Schema:
                 raise SchemaError(f"{origin('name', 'online')}{text}")
             names.add(f.name)
             _check_feature(schema, f, origin)
+            inner = ("weights",) if f.kind == "weighted_ids" else tuple(f.columns)
+            for column in (f"{side}__{f.name}", *(f"{side}__{f.name}__{name}" for name in inner)):
+                if column in owner_of:
+                    text = f"its column {column!r} of a warehouse is also that of {owner_of[column]!r}"
+                    raise SchemaError(f"{origin('name', 'online')}feature {f.name!r}: {text}; rename one")
+                owner_of[column] = f.name
             if f.online:
                 _check_online(schema, side, f, f"{origin('online')}feature {f.name!r}")
     _check_tables_and_labels(schema, locations)

@@ -156,8 +156,9 @@ class Label(Settings):
 
     @property
     def amount_scale(self) -> float:
-        """Scale of an amount; 0 for other objectives."""
-        return self.scale if self.objective == "amount" else 0.0
+        """Scale of an amount; 0 for an event, and -1 for the other objectives, whose scores are no
+        probabilities either."""
+        return self.scale if self.objective == "amount" else 0.0 if self.objective == "event" else -1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,6 +264,10 @@ class Schema:
     def tasks(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 
+    @cached_property
+    def amount_scales(self) -> tuple[float, ...]:
+        return tuple(label.amount_scale for label in self.labels)
+
     def floats(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
         """Float features of a side in declared order: the F floats of its block and batch."""
         return self._by_kind[side, False]
@@ -306,23 +311,27 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
     order, the reader's index, or -1 if the reader does not have it (skipped and counted).
 
     Raises:
-        SchemaError: the kind, table or columns of a feature changed, or the engagements that a label counts.
-        The width of a table may change.
+        SchemaError: the kind, table or columns of a feature changed, it moved between ro and nro, or the
+        engagements that a label counts changed. The width of a table may change.
     """
     plan: dict[str, list[int]] = {}
+    reader_features = {f.name: (side, f) for side in ("ro", "nro") for f in getattr(reader, side)}
+
+    def changed(name: str, expected: str, got: str) -> SchemaError:
+        return SchemaError(
+            f"feature {name!r}: expected {expected} (schema in use), got {got} (schema of the data); "
+            "give the changed feature a new name, so that it is missing in older samples"
+        )
+
     for side in ("ro", "nro"):
-        reader_features = {f.name: f for f in getattr(reader, side)}
         for f in getattr(writer, side):
-            other = reader_features.get(f.name)
-            if other is None:
-                continue
+            reader_side, other = reader_features.get(f.name, (side, f))
+            if reader_side != side:
+                raise changed(f.name, f"[[{reader_side}]]", f"[[{side}]]")
             for what in ("kind", "table", "columns", "column_tables"):
                 expected, got = getattr(other, what), getattr(f, what)
                 if expected != got or (what == "columns" and list(expected) != list(got)):
-                    raise SchemaError(
-                        f"feature {f.name!r}: expected {what} {expected!r} (schema in use), "
-                        f"got {got!r} (schema of the data); give the changed feature a new name"
-                    )
+                    raise changed(f.name, f"{what} {expected!r}", repr(got))
         for group in ("floats", "lists"):
             index = {f.name: i for i, f in enumerate(getattr(reader, group)(side))}
             plan[f"{side}_{group[:-1]}"] = [index.get(f.name, -1) for f in getattr(writer, group)(side)]

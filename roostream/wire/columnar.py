@@ -85,23 +85,14 @@ def label_column(label: str, what: str = "label") -> str:
 
 
 def column_types(schema: Schema) -> dict[str, ColumnType]:
-    """Column → type, of all columns of a sample of `schema`, in declared order.
-
-    Raises:
-        SchemaError: two features give the same column.
-    """
+    """Column → type, of all columns of a sample of `schema`, in declared order."""
     out = {**REQUEST, **CANDIDATE}
     for label in schema.labels:
         for what in _BY_LABEL:
             out[label_column(label.name, what)] = ColumnType("candidate", "float", "f4")
     for side, of in _SIDES:
         for feature in getattr(schema, side):
-            for name, type_ in _feature_types(side, of, feature).items():
-                if name in out:
-                    raise SchemaError(
-                        f"expected one feature per column, got two for {name!r}; rename {feature.name!r}"
-                    )
-                out[name] = type_
+            out |= _feature_types(side, of, feature)
     return out
 
 

@@ -3,6 +3,7 @@ size."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,13 @@ def _skips_stale(arguments: Any) -> bool:
 def test_against_adds_another_commit_after_each_of_our_subjects() -> None:
     row = with_before(find_benchmark("decode"), "abc").rows[0]
     assert [(s.role, s.environment) for s in row.subjects][:2] == [("ours", ""), ("before", "commit:abc")]
+
+
+def test_a_subject_that_was_before_follows_the_one_it_is_compared_with() -> None:
+    for benchmark in benchmarks_by_name().values():
+        for row in benchmark.rows:
+            for now, before in itertools.pairwise(row.subjects):
+                assert before.role != "before" or now.role in ("ours", "stage"), (benchmark.name, row.name)
 
 
 def test_wrong_options_end_a_benchmark_before_it_measures(

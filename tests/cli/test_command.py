@@ -15,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from infra.options import ROOT
 from roostream.cli import reference_pages
 from roostream.cli.main import SECTIONS, cli, main
 from roostream.errors import SetupError
@@ -36,6 +37,12 @@ def test_the_help_lists_the_commands_of_each_section_once() -> None:
     assert listed == [name for names in SECTIONS.values() for name in names]
     hidden = {"bench", "next-item", "prepare"}
     assert set(listed) | hidden == {words[0] for words in COMMANDS} and len(listed) == len(set(listed))
+
+
+def test_no_help_names_a_path_of_this_machine() -> None:
+    for words in sorted(COMMANDS):
+        output = CliRunner().invoke(cli, [*words, "--help"], terminal_width=1000).output
+        assert str(ROOT) not in output, words
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -238,6 +245,20 @@ def test_keys_need_no_package_of_another_program() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout
     assert not any(line.endswith(("| torch", "|   torch")) for line in done.stderr.splitlines())
+
+
+def test_only_import_log_needs_the_extra_warehouse(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['deltalake'] = None; from roostream.cli.main import main; main()"
+
+    def run(*arguments: str) -> str:
+        command = (sys.executable, "-c", without, "import", *arguments)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+
+    (tmp_path / "log.jsonl").write_text("")
+    schema = ("--schema", "no.toml")
+    assert "no.toml: no such file" in run("table", *schema, "--map", "m.toml", "--out", "o.jsonl", "i.csv")
+    refused = run("log", *schema, "--warehouse", "warehouse", "log.jsonl")
+    assert refused == "error: `import log` needs deltalake; pip install 'roostream[warehouse]'\n"
 
 
 def test_a_command_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

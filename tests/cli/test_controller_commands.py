@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from infra import program_specs
 from roostream.cli.controller_commands import parse_program_name
 from roostream.cli.main import cli
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, TransportError, UnavailableError
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Header
@@ -57,6 +57,15 @@ def test_drain_calls_the_controller_and_shows_the_commit(answer: Header, code: i
         server.stop()
     assert (done.exit_code, calls) == (code, [("preempt", {"role": "shard", "index": 1, "notice_s": 9.0})])
     assert "commit 7" in done.output and answer["why"] in done.output
+
+
+@pytest.mark.parametrize(
+    "command", [("drain", "worker"), ("scale", "--workers", "2"), ("trainer", "release")]
+)
+def test_an_error_names_the_controller_and_no_method_of_its_protocol(command: Sequence[str]) -> None:
+    away = CliRunner().invoke(cli, [*command, "--controller", "127.0.0.1:9"])
+    assert isinstance(away.exception, TransportError)
+    assert str(away.exception) == "controller at 127.0.0.1:9: can't connect (Connection refused)"
 
 
 def test_a_protected_controller_is_called_with_the_link_table_of_a_program(tmp_path: Path) -> None:

@@ -65,6 +65,38 @@ def test_a_pipe_gets_whole_names_and_a_terminal_its_width(
     assert wide_console().width == 60
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", "--requests-per-s", "100"), ("reset", "--home", "no-home", "--yes"), ("plan", "--help")],
+    ids=("rich", "print", "click"),
+)
+def test_output_that_cannot_be_written_is_an_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever writes it, and also if it is written only at the end. Who no longer reads a pipe knows it."""
+    command = [sys.executable, "-m", "roostream.cli.main", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    def run(stdout: int) -> tuple[int, str]:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+        return done.returncode, done.stderr
+
+    with Path("/dev/full").open("wb") as full:
+        code, error = run(full.fileno())
+    assert code == 2 and error.startswith("error: ") and "No space left" in error
+    assert len(error.splitlines()) == 1
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert run(writing) == (1, "")
+    os.close(writing)
+
+    command = ["sh", "-c", '"$@" >&-', "sh", *command]
+    code, error = run(subprocess.DEVNULL)
+    assert code == 2 and error.startswith("error: standard output is closed")
+    assert len(error.splitlines()) == 1
+
+
 def run_on_terminal(*arguments: str) -> tuple[int, str]:
     """Run `roostream` with standard error on a pseudo-terminal. Return the exit code and the terminal's
     content."""

@@ -37,14 +37,18 @@ def quick_options() -> StackOptions:
 def wait_until(
     event: str, check: Callable[[], Any], timeout_s: float, read: Callable[[], object] | None = None
 ) -> Any:
-    """Wait for a true value of `check` and return it. On a timeout the test fails with `event` and with what
-    `read` returns."""
+    """Wait for a true value of `check` and return it. On a timeout, after which `check` is called once more,
+    the test fails with `event` and with what `read` returns."""
     until_s = time.monotonic() + timeout_s
-    while time.monotonic() < until_s:
+    while True:
+        is_last = time.monotonic() >= until_s
         if value := check():
             return value
+        if is_last:
+            raise AssertionError(
+                f"not within {timeout_s:.0f} s: {event}{f'; read: {read()}' if read else ''}"
+            )
         time.sleep(0.25)
-    raise AssertionError(f"not within {timeout_s:.0f} s: {event}{f'; read: {read()}' if read else ''}")
 
 
 def rank(stack: Stack, items: list[int]) -> dict[str, Any]:

@@ -41,7 +41,9 @@ def advice_for(
     change: dict[str, Any], log: list[Event], positives: dict[str, int] | None = None
 ) -> list[str]:
     schema = schema_from_dict(RAW | change)
-    return advice(schema, profile_of(schema, log), positives)
+    profile = profile_of(schema, log)
+    rates = {label: n / profile.num_candidates for label, n in (positives or {}).items()}
+    return advice(schema, profile, positives, rates)
 
 
 def test_a_log_that_fits_its_schema_has_no_advice() -> None:

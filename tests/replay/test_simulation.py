@@ -14,7 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from roostream.errors import ConfigError, SetupError
+from roostream.errors import ConfigError, SetupError, UnavailableError
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
 from roostream.replay.main import SimulatorMetrics, simulate_users
@@ -128,6 +128,21 @@ def test_the_program_fails_when_serving_refuses_every_request_or_is_another_serv
     config = SimulateConfig(rate=200.0, seconds=0.2, users=50, items=60)
     with pytest.raises(SetupError, match=rf"refused all \d+ requests.*{status}: {re.escape(text)}"):
         asyncio.run(simulate_users(config, Health(60), Stop()))
+
+
+@pytest.mark.parametrize(("status", "reason"), [(0, "ConnectError refused"), (503, "status 503")])
+def test_the_program_fails_when_serving_answers_no_request(
+    monkeypatch: pytest.MonkeyPatch, status: int, reason: str
+) -> None:
+    away = FakeServing(fail=dict.fromkeys(range(1, 1000), status))
+    monkeypatch.setattr(
+        "roostream.replay.main.HttpClient", partial(HttpClient, transport=httpx.MockTransport(away))
+    )
+    stop = Stop()
+    threading.Timer(0.3, stop.set).start()  # without it, pending requests are retried for 10 s
+    config = SimulateConfig(serving="http://shop:8080", rate=200.0, users=50, items=60)
+    with pytest.raises(UnavailableError, match=f"http://shop:8080 answered no request: {reason};"):
+        asyncio.run(simulate_users(config, Health(60), stop))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1"])

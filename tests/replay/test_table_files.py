@@ -230,11 +230,22 @@ def test_an_invalid_row_is_reported_with_its_line_or_skipped(
     assert [(row["user"], row[LINE]) for row in rows] == [("ann", line - 1), ("cid", line + 1)]
 
 
+def test_lines_are_counted_also_with_line_breaks_in_cells_and_empty_lines(tmp_path: Path) -> None:
+    cells = '"ann\nlee",1\n\nbob,2\n"cid\nor so"\n"dan\n\nx",4\neve\nfay,6\n'
+    with pytest.raises(LogError, match=r"a\.csv:6: expected 2 cells"):
+        read(tmp_path, ("a.csv", f"user,price\n{cells}"))
+    (tmp_path / "out").rmdir()
+    rows = read(tmp_path, ("a.csv", f"user,price\n{cells}"), skip_bad=True)
+    assert [(row["user"][:3], row[LINE]) for row in rows] == [("ann", 2), ("bob", 5), ("dan", 8), ("fay", 12)]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message_part"),
     [
         ("a.csv", b"", "names of the columns"),
-        ("a.csv", b"1772352020,u1,3\n", "names of the columns"),
+        ("a.csv", b"1772352020,u1,3\n", "names of the columns.* such as 'user,item,time,click'"),
+        ("a.tsv", b"1\tU8\t11/11/2019 9:05:58 AM\tN5 N4\tN6-1 N3-0\n",
+         r"such as 'impression_id\\tuser_id\\ttime\\thistory\\timpressions'"),
         ("a.csv", b"user\nann\n", "separated"),
         ("a.csv", b"user,user\n1,2\n", "'user'"),
         ("a.csv", "user,city\nann,M\xfcnchen\n".encode("latin-1"), "UTF-8"),
@@ -245,7 +256,7 @@ def test_an_invalid_row_is_reported_with_its_line_or_skipped(
         ("a.xlsx", b"", "csv"),
         ("absent/a.csv", b"", "no such file"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_not_a_table_is_rejected_in_one_sentence(
     tmp_path: Path, name: str, content: bytes, message_part: str
 ) -> None:

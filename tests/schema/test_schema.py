@@ -63,6 +63,9 @@ WRONG = [
     (SEQ + "columns = { act = 'ids' }\ncolumn_tables = { act = 'itm' }\n",
      "feature 'a': unknown table 'itm'; did you mean 'item'?"),
     (SEQ + "column_tables = { act = ['x'] }\n", "expected table, got {'act': ['x']}"),
+    (SEQ + "columns = { b = 'ids' }\n[[ro]]\nname = 'a__b'\n",
+     "schema.toml:18: feature 'a__b': its column 'ro__a__b' of a warehouse is also that of 'a'; rename one"),
+    (IDS.replace("'ids'", "'weighted_ids'") + "[[ro]]\nname = 'a__weights'\n", "'ro__a__weights'"),
     (IDS + "max_len = 3000\n", "expected max_len in 0..2000 (limits.max_list), got 3000"),
     (GOOD + "[[ro]]\nname = 'a'\nonline = 'gap'\n",
      "schema.toml:14: feature 'a': unknown online feature 'gap' for [[ro]]; did you mean 'gap_s'?"),
@@ -216,6 +219,7 @@ SEQUENCE = (
             "feature 'h': expected columns {'a': 'ids', 'b': 'ids'}",
         ),
         ('{ a = "item" }', '{ b = "item" }', "feature 'h': expected column_tables {'a': 'item'}"),
+        (AGE, AGE.replace("nro", "ro"), "feature 'age': expected [[nro]] (schema in use), got [[ro]]"),
     ],
 )
 def test_an_unreadable_schema_change_is_refused(old: str, new: str, message: str) -> None:

@@ -116,9 +116,7 @@ class Membership:
         self.check(key)
         check_notice(notice_s)
         if key not in self.members:
-            raise UnavailableError(
-                f"{key} is not connected, so there is nothing to preempt; see `roostream status`"
-            )
+            raise UnavailableError(f"{key} is not connected, so it cannot be drained; see `roostream status`")
         self.members[key].leave_by_s = now_s + notice_s
 
     def has_active_worker(self) -> bool:

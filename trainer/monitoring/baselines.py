@@ -141,6 +141,11 @@ class Baselines:
         """Label → number of candidates with a value above 0."""
         return dict(zip(self.tasks, self._num_positives_T.astype(int).tolist(), strict=True))
 
+    def weighted_counts(self) -> dict[str, tuple[float, float]]:
+        """Label → sums of the sampling weights of its positives, and of all candidates with this label."""
+        sums = zip(self._positives_T.tolist(), self._candidates_T.tolist(), strict=True)
+        return dict(zip(self.tasks, sums, strict=True))
+
     def report(self) -> dict[str, dict[str, Report]]:
         """Baseline → `overall` and `measured`, like the `metrics` of a report."""
         self._count()

@@ -2,7 +2,8 @@
 
 A label above 0 is positive, as in `roostream.models.loss`. Weight 0 excludes a candidate from a task.
 
-    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014)
+    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014); like
+                   `calibration` for objective "event" only, because other scores are no probabilities
     auc            over all candidates, by weight, ties ½; `auc_error` bounds the error (ranking_metrics.py)
     request_auc    like `mrr` and `ndcg@10`: mean over requests with a positive and a negative
     calibration    Σ predictions / Σ positives
@@ -49,7 +50,7 @@ class ScoredBatch(NamedTuple):
     weight_BT: np.ndarray
     request_index_B: np.ndarray  # int64, into the R requests, including those without candidates
     time_ms_R: np.ndarray
-    scale_T: Sequence[float] = ()  # scale of amounts, 0 for events; empty = all are events
+    scale_T: Sequence[float] = ()  # `Label.amount_scale`; empty = all are events
     importance_R: np.ndarray | None = None
     """How many requests each one represents in request metrics, as `weight_BT` already says for candidates;
     None = 1."""
@@ -81,7 +82,7 @@ class TaskMetrics:
 
     def __init__(self, max_scores: int) -> None:
         self.sums = dict.fromkeys(_SUMS, 0.0)
-        self.absolute_error = self.scale = 0.0  # scale 0: the label is not an amount
+        self.absolute_error = self.scale = 0.0  # scale: `Label.amount_scale`
         self.scores = ScoreHistogram(max_scores)
 
     def merge(self, other: TaskMetrics) -> None:
@@ -94,14 +95,14 @@ class TaskMetrics:
         return {
             "candidates": int(s["candidates"]),
             "base_rate": base_rate,
-            "ne": normalized_entropy(s["log_loss"], s["weight"], base_rate),
+            "ne": None if self.scale else normalized_entropy(s["log_loss"], s["weight"], base_rate),
             "auc": self.scores.auc(),
             "auc_error": self.scores.auc_error(),
             "request_auc": ratio(s["auc"], s["ranked_requests"]),
             "mrr": ratio(s["mrr"], s["ranked_requests"]),
             "ndcg@10": ratio(s["ndcg"], s["ranked_requests"]),
-            "calibration": ratio(s["predicted"], s["positive"]),
-            **({"mae": ratio(self.absolute_error, s["weight"])} if self.scale else {}),
+            "calibration": None if self.scale else ratio(s["predicted"], s["positive"]),
+            **({"mae": ratio(self.absolute_error, s["weight"])} if self.scale > 0 else {}),
         }
 
     def state(self) -> dict[str, np.ndarray]:
@@ -115,7 +116,7 @@ class TaskMetrics:
         self.scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
     def amount(self) -> dict[str, float]:
-        """Absolute error and scale of an amount; {} for other labels."""
+        """Absolute error and scale; {} for an event."""
         return {"absolute_error": self.absolute_error, "scale": self.scale} if self.scale else {}
 
     def add(self, absolute_error: float = 0.0, scale: float = 0.0, **sums: float) -> None:
@@ -223,8 +224,8 @@ def update_each(metrics: Sequence[Metrics], of_R: np.ndarray, batch: ScoredBatch
         for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
             task.add(**dict(zip(columns, values, strict=True)))
         if batch.scale_T and (scale := batch.scale_T[t]):
-            expected_K = np.expm1(score_K.astype(np.float64) * np.log1p(scale))
-            error_K = weight_K * np.abs(expected_K - np.clip(label_K, 0, scale))
+            expected_K = np.expm1(score_K.astype(np.float64) * np.log1p(max(scale, 0.0)))
+            error_K = weight_K * np.abs(expected_K - np.clip(label_K, 0, max(scale, 0.0)))
             for task, error in zip(tasks, np.bincount(of_K, error_K, len(tasks)).tolist(), strict=True):
                 task.add(absolute_error=error, scale=scale)
         order_K = np.argsort(of_K, kind="stable")

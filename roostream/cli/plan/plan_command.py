@@ -15,7 +15,7 @@ from roostream.cli.options import json_option, settings_flags
 from roostream.cli.output import print_json
 from roostream.cli.plan import measured
 from roostream.cli.plan.cost import Cost, Prices, cost_of
-from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
+from roostream.cli.plan.sizing import MAX_CANDIDATES, Load, Need, bottleneck, plan
 from roostream.errors import ConfigError
 from roostream.schema.settings import SettingError
 
@@ -38,13 +38,16 @@ def plan_command(as_json: bool, **values: Any) -> None:
     try:
         needs = plan(load, measured.read())
         cost = cost_of(load, needs, prices)
-        text = "\n".join([*lines(load, needs), "", *cost_lines(cost)])
+        caveats = caveats_of(load, needs)
+        text = "\n".join([*lines(load, needs), "", *cost_lines(cost), *caveats])
     except OverflowError:
         raise ConfigError(
             "expected a load that can be computed with, got more; give smaller numbers"
         ) from None
     if as_json:
-        print_json({**as_plain(load, needs), "cost": {**cost._asdict(), "month": cost.month}})
+        print_json(
+            {**as_plain(load, needs), "cost": {**cost._asdict(), "month": cost.month, "caveats": caveats}}
+        )
     else:
         click.echo(text)
 
@@ -86,6 +89,22 @@ def cost_lines(cost: Cost) -> list[str]:
         f"disks {_number(cost.disks_month)} + objects {_number(cost.objects_month)} + network "
         f"{_number(cost.network_month)}",
     ]
+
+
+def caveats_of(load: Load, needs: list[Need]) -> list[str]:
+    """A sentence for each reason why the cost is not that of this load."""
+    found = []
+    if full := [need.what for need in needs if need.ends_at < load.requests_per_s]:
+        parts = " and ".join(filter(None, (", ".join(full[:-1]), full[-1])))
+        found.append(
+            f"the price of this load is unknown, because {parts} cannot grow that far; it is higher than this"
+        )
+    if load.candidates > MAX_CANDIDATES:
+        found.append(
+            f"the figures are extrapolated to {load.candidates:,} candidates; at most {MAX_CANDIDATES} a "
+            "request were measured"
+        )
+    return found
 
 
 def _end(need: Need, load: Load) -> str:
@@ -173,10 +192,13 @@ def cost_table(figures: Mapping[str, float]) -> str:
     )
     lines = [_markdown_row(head.split(", ")), "|" + "---:|" * len(head.split(", "))]
     for load in _COST_LOADS:
-        cost = cost_of(load, plan(load, figures), Prices())
-        numbers = (cost.disk_gb, cost.object_gb, cost.network_mb, cost.month, cost.machines_month)
+        needs = plan(load, figures)
+        cost = cost_of(load, needs, Prices())
+        month = _number(cost.month) + _mark(bottleneck(needs), load)
+        disks = (cost.disk_gb, cost.object_gb, cost.network_mb)
         sizes = [f"{load.requests_per_s:,.0f}", f"{load.rows:,.0f}", str(cost.machines)]
-        lines.append(_markdown_row([*sizes, str(cost.broker_machines), *map(_number, numbers)]))
+        sizes += [str(cost.broker_machines), *map(_number, disks), month, _number(cost.machines_month)]
+        lines.append(_markdown_row(sizes))
     return "\n".join(lines) + "\n"
 
 

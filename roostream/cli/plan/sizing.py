@@ -22,6 +22,8 @@ from roostream.schema.settings import Settings, setting
 
 MAX_PARTITIONS, MAX_BUCKETS = 1024, 1 << 16
 MAX_UPDATERS = MAX_AUDITORS = 64
+MAX_CANDIDATES = 200
+"""Of a request in the benchmarks behind the figures."""
 MAX_TASK_MANAGERS = 128  # joiner.flink_job.MAX_PARALLELISM, which needs Flink to be imported
 _COMMIT_SHARE = 0.01  # of the time
 _MAX_DISK_SHARE = 0.8
@@ -126,11 +128,11 @@ class Costs:
 
     @property
     def serve_s(self) -> float:
-        return self._line(20, "serve_20_us", 200, "serve_200_us")
+        return self._line(20, "serve_20_us", MAX_CANDIDATES, "serve_200_us")
 
     @property
     def decode_s(self) -> float:
-        return self._line(11, "decode_11_us", 200, "decode_200_us")
+        return self._line(11, "decode_11_us", MAX_CANDIDATES, "decode_200_us")
 
     @property
     def join_event_s(self) -> float:

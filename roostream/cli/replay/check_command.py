@@ -99,8 +99,8 @@ def build_report(
 ) -> dict[str, Any]:
     """The keys of a replay's report, with `errors`, `engagement_delay_s` and `requests_in_pages`."""
     sums, skipped = topics.accounts.sums(ended=True), log.skipped()
-    positives = topics.statistics.positives()
-    warnings = advice(schema, log.profile, positives)
+    positives, base_rates = topics.statistics.positives(), topics.statistics.base_rates()
+    warnings = advice(schema, log.profile, positives, base_rates)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(
             f"{late} engagements come after the join window and are not trained; a longer --window "
@@ -116,6 +116,7 @@ def build_report(
         "first_skipped_lines": list(skipped.first),
         "first_dead_letters": topics.statistics.first_dead_letters(log.profile.origins.find),
         "positives": positives,
+        "base_rates": base_rates,
         "baselines": topics.statistics.baselines.report(),
         "engagement_delay_s": delays.report(),
         "requests_in_pages": log.profile.num_impressions - sums.requests,

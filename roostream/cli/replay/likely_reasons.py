@@ -61,7 +61,7 @@ def reasons_of(
     verdict: Verdict, schema: Schema, config: ReplayConfig, report: Mapping[str, Any]
 ) -> Iterator[Reason]:
     """All reasons whose fact is true, faults of log and labels first. The keys of `report` that are read:
-    counts, log, positives, training, settings."""
+    counts, log, positives, base_rates, training, settings."""
     nearest = {each.metric: each.nearest for each in verdict.comparisons if each.state != "ahead"}
     yield from _labels(config, report)
     yield from _values(schema, report)
@@ -244,12 +244,11 @@ def _amount_of_training(config: ReplayConfig, report: Mapping[str, Any]) -> Iter
 
 def _priors(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
     """A first label whose untrained prediction is far from its base rate."""
-    label, candidates = schema.labels[0], report["counts"]["candidates"]
-    positives = report["positives"].get(label.name, 0)
+    label = schema.labels[0]
+    rate = report["base_rates"].get(label.name, 0.0)
     prior = label.prior or float((report["training"]["model"] or {}).get("prior", 0.1))
-    if not candidates or positives < _MIN_POSITIVES:
+    if report["positives"].get(label.name, 0) < _MIN_POSITIVES:
         return
-    rate = positives / candidates
     if not 1 / _FAR_FROM_PRIOR <= rate / prior <= _FAR_FROM_PRIOR:
         yield Reason(
             "prior_far_off",

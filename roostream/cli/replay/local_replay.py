@@ -282,7 +282,7 @@ class _LocalReplay:
         self.accounts = self.topics.accounts
         self.served = (
             AsServedScorer(
-                schema.tasks,
+                schema,
                 Decoder(schema, {schema.fingerprint: schema}.get),
                 lambda batch: self.first.loop.scores(batch),
             )
@@ -296,10 +296,9 @@ class _LocalReplay:
         folder = FileStore(store / "0")
         self.first = _Learner(config, schema, registry, folder, config.first_model, self, before_chunk)
         self.others: list[tuple[_Learner, OtherModel]] = []
-        scales = [label.amount_scale for label in schema.labels]
         for n, file in enumerate(config.model[1:], start=1):
             paired = self.topics.statistics.paired.with_other_model()
-            metrics = PredictionMetrics(schema.tasks, config.measure_from_ms, scales, paired)
+            metrics = PredictionMetrics(schema.tasks, config.measure_from_ms, schema.amount_scales, paired)
             learner = _Learner(
                 config, schema, registry, FileStore(store / str(n)), file, _MetricsOnly(metrics)
             )
@@ -418,9 +417,10 @@ class AsServedScorer:
     memory.
     """
 
-    def __init__(self, tasks: Sequence[str], decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
+    def __init__(self, schema: Schema, decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
         """`scores`: probabilities [B, T] with the current weights."""
-        self.tasks, self.decoder, self.scores = tuple(tasks), decoder, scores
+        self.tasks, self.decoder, self.scores = schema.tasks, decoder, scores
+        self._scale_T = schema.amount_scales
         self._shown: dict[int, _ScoredList] = {}
         self._waiting: list[Record] = []
 
@@ -459,7 +459,7 @@ class AsServedScorer:
             weight_R = np.array([s.weight for s in part])
             weight_BT = np.ones_like(label_BT) * weight_R[index_B][:, None]
             columns = (score_BT, label_BT, weight_BT, index_B, time_ms_R)
-            metrics.update(ScoredBatch(*columns, importance_R=weight_R))
+            metrics.update(ScoredBatch(*columns, self._scale_T, weight_R))
         return metrics.report()
 
     def _add_impression(self, record: Record) -> None:

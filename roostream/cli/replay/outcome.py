@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -155,11 +155,11 @@ class ReplayStatistics:
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0, registry: Registry | None = None) -> None:
         self.paired = PairedRequests()
-        scales = [label.amount_scale for label in schema.labels]
-        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms, scales, self.paired)
+        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms, schema.amount_scales, self.paired)
         self.baselines = Baselines(schema, measure_from_ms, self.paired, registry=registry)
         self._sampled: set[int] = set()
         self._corrected: Counter[str] = Counter()
+        self._corrected_weight: defaultdict[str, float] = defaultdict(float)
         self._letters: dict[str, pb.DeadLetter] = {}
 
     def add(self, record: Record) -> None:
@@ -186,10 +186,20 @@ class ReplayStatistics:
         found = self.baselines.positives()
         return {task: n + self._corrected[task] for task, n in found.items()}
 
+    def base_rates(self) -> dict[str, float]:
+        """Label → share of candidates whose final value is above 0, by the sampling weights of requests."""
+        sums = self.baselines.weighted_counts()
+        return {
+            task: (positive + self._corrected_weight[task]) / known if known else 0.0
+            for task, (positive, known) in sums.items()
+        }
+
     def _correct(self, message: pb.Sample) -> None:
-        tasks = self.baselines.tasks
+        tasks, weight = self.baselines.tasks, message.weight or 1.0
         for n, (before, after) in enumerate(zip(message.labels_before, message.labels, strict=False)):
-            self._corrected[tasks[n % len(tasks)]] += (after > 0) - (before > 0)
+            change = (after > 0) - (before > 0)
+            self._corrected[tasks[n % len(tasks)]] += change
+            self._corrected_weight[tasks[n % len(tasks)]] += weight * change
 
     def first_dead_letters(self, find: Callable[[pb.DeadLetter], str]) -> dict[str, dict[str, Any]]:
         """Reason → `where` and `error` of the first dead letter with this reason; `find` returns its position

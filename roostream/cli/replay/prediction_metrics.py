@@ -71,7 +71,7 @@ class PredictionMetrics:
             add_to_pairs(self._paired, waiting, scored, self._num_scored)
         self._num_scored += len(waiting)
         self._daily.update(scored)
-        self._curve.update(scored._replace(scale_T=()))
+        self._curve.update(scored)
 
 
 class LearningCurve:

@@ -138,11 +138,12 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     sums = outcome.accounts.sums(ended=True)
     skipped = source.skipped()
     statistics, profile = outcome.statistics, source.profile
-    positives, model = statistics.positives(), outcome.training.model or {}
+    positives, base_rates = statistics.positives(), statistics.base_rates()
+    model = outcome.training.model or {}
     metrics, baselines = statistics.metrics.report(), statistics.baselines.report()
     warnings = []
     if profile.num_impressions:
-        warnings = advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
+        warnings = advice(schema, profile, positives, base_rates, float(model.get("prior", 0.1)))
     report: dict[str, Any] = {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
@@ -155,6 +156,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         **({"streaming": outcome.streaming} if outcome.streaming is not None else {}),
         "baselines": baselines,
         "positives": positives,
+        "base_rates": base_rates,
         "log": profile.report(),
         "training": dataclasses.asdict(outcome.training),
         **({"archived": dataclasses.asdict(outcome.archived)} if outcome.archived is not None else {}),

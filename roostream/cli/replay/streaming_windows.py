@@ -97,13 +97,12 @@ class StreamingEvaluation:
         """Score a window with the current weights and rows, which change nothing. `trained_requests`: number
         of requests that they were trained on."""
         metrics = Metrics(self._schema.tasks, _MAX_SCORES)
-        scale_T = [label.amount_scale for label in self._schema.labels]
         samples = [record for record in window.records if record.topic == SAMPLES]
         for start in range(0, len(samples), _AT_ONCE):
             batch, _ = self._decoder.decode(samples[start : start + _AT_ONCE])
             labels = (batch.label_BT, batch.weight_BT)
             columns = (self._scores(batch), *labels, batch.request_index_B, batch.time_ms_R)
-            metrics.update(ScoredBatch(*columns, scale_T, sampling_weights(batch)))
+            metrics.update(ScoredBatch(*columns, self._schema.amount_scales, sampling_weights(batch)))
         self._overall.merge(metrics)
         about = {"window": window.number, "begin_ms": window.begin_ms, "end_ms": window.end_ms}
         self._windows.append({**about, "trained_requests": trained_requests, **metrics.report()})

@@ -24,7 +24,7 @@ class TrainConfig(Settings):
         "", "days on which samples closed, such as 2024-05-01..2024-05-07; either end is optional; '' = all"
     )
     home: str = setting(str(DEFAULT_HOME), "directory for the model; an interrupted training resumes there")
-    schema: str = setting(str(DEMO_SCHEMA), "schema TOML")
+    schema: str = setting("", "schema TOML; '' = that of the demo")
     model: str = setting("", "model TOML; '' = the default ranker")
     set: tuple[str, ...] = setting((), "settings of the training loop, such as worker.batch_requests=512")
     num_shards: int = setting(
@@ -76,7 +76,7 @@ class TrainConfig(Settings):
         super().__post_init__()
         if not self.home:  # not the current folder
             raise setting_error("home", "a path", self.home, "is a variable of the shell unset?")
-        if not Path(self.schema).is_file():
+        if not self.schema_path.is_file():
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
         if self.max_readers and self.max_readers < max(self.readers, 1):
             raise setting_error(
@@ -103,6 +103,10 @@ class TrainConfig(Settings):
                 "profiles", "'' without the planner", self.profiles, "set placement = planner"
             )
         _ = self.session  # raises ConfigError if `days` is invalid
+
+    @property
+    def schema_path(self) -> Path:
+        return Path(self.schema) if self.schema else DEMO_SCHEMA
 
     @property
     def uses_worker_processes(self) -> bool:

@@ -115,13 +115,13 @@ def check_torchrec(config: TrainConfig) -> None:
         from trainer.torchrec_rows import check_tables, read_placement
     except ImportError as error:
         raise ConfigError(f"rows = torchrec needs {error.name}; pip install 'roostream[torchrec]'") from None
-    schema = load_schema(Path(config.schema))
+    schema = load_schema(config.schema_path)
     check_tables(schema, read_placement(config.placement, schema, config.workers))
 
 
 def _check_new(config: TrainConfig) -> None:
     """Raises RoostreamError: a new training cannot begin with these settings, so no home is made for it."""
-    schema, table = load_schema(Path(config.schema)), SampleTable(config.warehouse_url)
+    schema, table = load_schema(config.schema_path), SampleTable(config.warehouse_url)
     load_model_config(config.model)
     _check_session(config, table, schema, _new_session(config, table))
 

@@ -99,7 +99,7 @@ class TrainingParts:
     def __init__(self, config: TrainConfig, settings: LoopConfig) -> None:
         self.config, self.settings = config, settings
         self.home, self.clock = Home(Path(config.home)), SystemClock()
-        self.schema: Schema = load_schema(Path(config.schema))
+        self.schema: Schema = load_schema(config.schema_path)
         self.model = load_model_config(config.model)
         self.store: CheckpointStore = self.home.open_store()
         register(self.store, self.schema)
@@ -121,7 +121,7 @@ class TrainingParts:
         """An owner of rows; the controller restores it later."""
         segments = RocksDbStore(self.segments_of(index))
         config = ShardConfig(
-            schema=self.config.schema,
+            schema=str(self.config.schema_path),
             store=str(self.home.store),
             controller=_UNUSED_ADDRESS,
             home=str(self.segments_of(index).parent),

@@ -331,3 +331,21 @@ def test_counts_are_printed_exactly() -> None:
     printed = {line[:26].strip(): line[26:].split() for line in done.output.splitlines()}
     assert printed["partitions"][:3] == ["1,024", "per", "topic"]
     assert 1024 % int(printed["auditors"][0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--requests-per-s", "2000"), ""),
+        (("--requests-per-s", "20000"), "the price of this load is unknown"),
+        (("--requests-per-s", "10", "--candidates", "900"), "extrapolated"),
+    ],
+)
+def test_a_price_beyond_the_figures_says_so(arguments: tuple[str, ...], sentence: str) -> None:
+    printed = CliRunner().invoke(cli, ["plan", *arguments]).stdout.partition("a month at the given prices")[2]
+    in_json = json.loads(CliRunner().invoke(cli, ["plan", "--json", *arguments]).stdout)["cost"]["caveats"]
+    assert len(in_json) == bool(sentence)
+    assert printed.splitlines()[1:] == in_json
+    assert all(sentence in caveat for caveat in in_json)
+    if "unknown" in sentence:
+        assert "Redis" in in_json[0], "which reaches its limit before"

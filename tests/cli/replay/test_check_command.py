@@ -73,6 +73,16 @@ def test_a_check_that_was_stopped_is_no_wrong_input(tmp_path: Path) -> None:
         check_command.check(config, stop)
 
 
+def test_the_advice_about_priors_counts_requests_by_their_sampling_weight(tmp_path: Path) -> None:
+    """One of three candidates is clicked in requests of weight 1; the others stand for 99 requests each."""
+    lines = [make_impression(n, weight=1 if n % 2 else 99) for n in range(400)]
+    lines += [make_engagement(n) for n in range(1, 400, 2)]
+    _, report = check(tmp_path, *lines)
+    assert report["positives"] == {"click": 200}
+    assert report["base_rates"]["click"] == pytest.approx(1 / 300)
+    assert [text for text in report["warnings"] if "set prior = 0.0033" in text]
+
+
 def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = [
         *(make_impression(n) for n in range(20)),

@@ -9,6 +9,7 @@ from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
+from tests.wire.sample_builders import parse_schema
 from trainer.monitoring.verdict import RULES, PairedRequests, RequestScores
 
 DAY = 86_400_000
@@ -79,3 +80,21 @@ def test_an_amount_has_an_error_in_its_unit_overall_and_by_day() -> None:
         (abs(predicted_s[0] - 20) + abs(predicted_s[1] - 60)) / 2, rel=1e-6
     )
     assert "mae" not in overall["tasks"]["click"]
+
+
+def test_only_events_have_metrics_of_probabilities() -> None:
+    """Scores of other objectives are no probabilities: an order, a share of an amount, or odds of a value."""
+    text = "".join(
+        f'[[label]]\nname = "{objective}"\naction = "read"\nfold = "sum"\nobjective = "{objective}"\n'
+        for objective in ("event", "weighted", "amount", "pairwise")
+    )
+    schema = parse_schema(text)
+    metrics = PredictionMetrics(schema.tasks, scale_T=schema.amount_scales)
+    metrics.add(prediction(1, DAY, [0.5] * 4 + [0.25] * 4, [9] * 4 + [0] * 4, tasks=4))
+    report = metrics.report()
+    assert isinstance(report["overall"], dict) and isinstance(report["curve"], list)
+    for part in (report["overall"], report["curve"][0]):
+        tasks = part["tasks"]
+        assert all(task["request_auc"] == 1.0 for task in tasks.values())
+        for metric in ("ne", "calibration"):
+            assert [name for name, task in tasks.items() if task[metric] is not None] == ["event"]

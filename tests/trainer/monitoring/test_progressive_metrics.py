@@ -257,6 +257,19 @@ def test_the_absolute_error_of_an_amount_is_in_its_unit_and_is_merged_and_saved(
     assert "mae" not in event.report() and "click.amount" not in event.state()
 
 
+@pytest.mark.parametrize("scale", [60.0, -1.0])
+def test_a_score_that_is_no_probability_has_no_entropy_also_when_merged_and_saved(scale: float) -> None:
+    whole, other, loaded = (Metrics(["read_s"]) for _ in range(3))
+    for metrics, seed in ((whole, 3), (other, 4)):
+        metrics.update(random_batch(seed)._replace(scale_T=[scale]))
+    loaded.load(whole.state())
+    merged = merge_summaries([summary(whole), summary(other)])
+    for report in (whole.report(), loaded.report(), merged):
+        task = report["tasks"]["read_s"]
+        assert task["ne"] is None and task["calibration"] is None and task["request_auc"] is not None
+        assert ("mae" in task) == (scale > 0)
+
+
 def test_merged_metrics_and_summaries_equal_those_of_one_worker() -> None:
     batches = [random_batch(seed) for seed in range(6)]
     left, right = compute_metrics(*batches[:2]), compute_metrics(*batches[2:])
