@@ -57,7 +57,13 @@ def add_to_pairs(
     positive_B = scored.label_BT[:, 0] > 0
     paired.add_model(
         [p.sample_id for p in predictions],
-        request_scores(scored.score_BT[:, 0], positive_B, index_B, num_requests),
+        request_scores(
+            scored.score_BT[:, 0],
+            positive_B,
+            index_B,
+            num_requests,
+            is_probability=not (scored.scale_T and scored.scale_T[0]),
+        ),
         place_R=place_R,
         time_ms_R=scored.time_ms_R,
         candidates_R=np.bincount(index_B, minlength=num_requests),

@@ -4,7 +4,8 @@ Model and baselines are compared on the same requests by the first label, so wha
 of them cancels out.
 
     request AUC  mean over requests with a positive and a negative; higher is better
-    NE           log loss / entropy of the base rate, over all requests; lower is better
+    NE           log loss / entropy of the base rate, over all requests; lower is better; only if the label's
+                 objective is "event"
 
 Both are ratios of sums over requests, and so are their differences: d = sum(x) / sum(y). The interval is the
 normal approximation with the residuals x - d y of the requests (Cochran 1977, section 6.4), as if requests
@@ -47,17 +48,24 @@ class RequestScores(NamedTuple):
     """Scores of one model or rule for the first label of R requests."""
 
     auc_R: np.ndarray  # NaN without a positive and a negative
-    log_loss_R: np.ndarray  # sum over the candidates
+    log_loss_R: np.ndarray  # sum over the candidates; NaN for scores that are no probabilities
 
 
 def request_scores(
-    score_B: np.ndarray, positive_B: np.ndarray, request_index_B: np.ndarray, num_requests: int
+    score_B: np.ndarray,
+    positive_B: np.ndarray,
+    request_index_B: np.ndarray,
+    num_requests: int,
+    *,
+    is_probability: bool = True,
 ) -> RequestScores:
     """AUC (NaN where it is undefined) and log loss of each request. `request_index_B`: int64, not decreasing;
-    `positive_B`: bool."""
+    `positive_B`: bool. `is_probability`: False for scores of an objective other than "event"."""
     ranked = score_requests(score_B, positive_B, request_index_B)
     auc_R = np.full(num_requests, np.nan)
     auc_R[ranked.request_M] = ranked.auc_M
+    if not is_probability:
+        return RequestScores(auc_R, np.full(num_requests, np.nan))
     probability_B = np.clip(score_B.astype(np.float64), _EPSILON, 1 - _EPSILON)
     loss_B = -np.log(np.where(positive_B, probability_B, 1 - probability_B))
     return RequestScores(auc_R, np.bincount(request_index_B, loss_B, num_requests))
@@ -245,9 +253,9 @@ class _Pairs:
             model_N, rule_MN = kept.auc_N, kept.auc_MN
             y_N, num_known = kept.weight_N, len(kept.auc_N)
         else:
-            kept = self
-            model_N, rule_MN = self.loss_N, self.loss_MN
-            y_N, num_known = self._entropy(), int((self.positives_N > 0).sum())
+            kept = self.of(~np.isnan(self.loss_N))
+            model_N, rule_MN = kept.loss_N, kept.loss_MN
+            y_N, num_known = kept.entropy(), int((kept.positives_N > 0).sum())
         requests = len(model_N)
         if requests < 2 or not y_N.sum() > 0:
             return Comparison(metric=metric, state="unknown", requests=requests)
@@ -265,7 +273,7 @@ class _Pairs:
         model = float(model_N.sum() / y_N.sum())
         return Comparison.of(metric, baselines, requests=requests, model=model, is_known=enough)
 
-    def _entropy(self) -> np.ndarray:
+    def entropy(self) -> np.ndarray:
         """Log loss of each request under the base rate of all; its sum's derivative by the rate is 0, so the
         rate's own error does not count."""
         candidates_N, positives_N = self.candidates_N * self.weight_N, self.positives_N * self.weight_N
@@ -372,6 +380,8 @@ class Comparison:
     def phrase(self) -> str:
         """Metric, state and figures, as a part of a sentence."""
         word = WORDS[self.metric]
+        if self.state == "unknown" and not self.requests:
+            return f"{word} not defined for the first label"
         if self.state == "unknown":
             return f"{word} unknown: {self.requests} requests are too few"
         rule = self.baselines[self.nearest]
@@ -425,7 +435,7 @@ class Verdict:
         """One line for tables, pages and warnings; the metric that decides the state comes first."""
         if self.state == "unknown":
             return (
-                f"unknown: {self.ne.requests} requests were scored by the model and the baselines; at least "
+                f"unknown: {self.requests} requests were scored by the model and the baselines; at least "
                 f"{MIN_REQUESTS} are needed, {MIN_POSITIVES} with a positive, and some with a negative"
             )
         first = [each for each in self.comparisons if each.state == self.state]
@@ -483,7 +493,7 @@ def report_of(scraped: ScrapedMetrics) -> dict[str, Any] | None:
     if requests.keys() != set(METRICS):
         return None
     auc, ne = (_comparison(scraped, metric, int(requests[metric])) for metric in METRICS)
-    return Verdict(requests=ne.requests, request_auc=auc, ne=ne).report()
+    return Verdict(requests=max(auc.requests, ne.requests), request_auc=auc, ne=ne).report()
 
 
 def _comparison(scraped: ScrapedMetrics, metric: str, requests: int) -> Comparison:

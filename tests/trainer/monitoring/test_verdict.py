@@ -120,6 +120,18 @@ def test_requests_without_an_order_are_judged_by_ne_alone() -> None:
     assert (verdict.request_auc.state, verdict.ne.state, verdict.state) == ("unknown", "ahead", "ahead")
 
 
+def test_scores_that_are_no_probabilities_are_judged_by_request_auc_alone() -> None:
+    """As of a first label with the objective "amount", whose baselines predict its probability."""
+    rng, requests = np.random.default_rng(5), 1000
+    index_B, positive_B = np.repeat(np.arange(requests), 2), np.tile([True, False], requests)
+    rules = scores_of(noise(requests, 1), noise(requests, 2))
+    arguments = (rng.random(2 * requests), positive_B, index_B, requests)
+    verdict = verdict_of(request_scores(*arguments, is_probability=False), rules)
+    assert (verdict.state, verdict.ne.state, verdict.ne.requests) == ("behind", "unknown", 0)
+    assert verdict.sentence().endswith("NE not defined for the first label")
+    assert verdict_of(request_scores(*arguments), rules).ne.state == "behind"
+
+
 def test_ne_and_its_interval_equal_those_of_a_bootstrap() -> None:
     """NE equals its definition. The interval equals that of 2,000 resamples of requests, in which the base
     rate varies too."""
