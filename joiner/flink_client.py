@@ -13,10 +13,10 @@ import shlex
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from joiner.config import JoinerConfig
 from joiner.metrics import EventTimeProgress, JoinerMetrics
@@ -30,8 +30,8 @@ from roostream.runtime.flink_restore_points import newest_restore_point
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
-from roostream.runtime.kafka.retention_loss import RetentionLossCounter, committed_offsets
-from roostream.runtime.kafka.topics import EVENTS, all_partitions
+from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter, committed_offsets
+from roostream.runtime.kafka.topics import EVENTS, Partition, all_partitions
 from roostream.runtime.program import Stop
 
 log = logging.getLogger("roostream.joiner")
@@ -43,6 +43,7 @@ _MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
 # Flink's words for state of an operator the job does not have
 _FOREIGN_STATE = "Cannot map checkpoint/savepoint state"
 T = TypeVar("T")
+FetchOffsets: TypeAlias = Callable[[], Mapping[Partition, CommittedOffset]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,9 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     `stop` is set, and leave it running.
 
     Raises:
-        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A
-        restart of this program submits it again, from the setting `restore`.
+        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager; or
+        there is nothing in the folder `restore`, see `check_restore_point`. A restart of this program submits
+        it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
@@ -70,6 +72,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
         job_id = str(job["jid"])
     else:
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
+        check_restore_point(config.restore, _committed_offsets(config), stop)
         job_id = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job_id, rest.url, job_id)
     high_availability = retry(rest, rest.high_availability, stop)
@@ -197,12 +200,32 @@ def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
 
 
 def _loss_counter(config: JoinerConfig) -> RetentionLossCounter | None:
+    return RetentionLossCounter(_committed_offsets(config), "the joiner") if config.bootstrap else None
+
+
+def _committed_offsets(config: JoinerConfig) -> FetchOffsets:
     """Of the consumer group to which the job's sources commit with each checkpoint."""
-    if not config.bootstrap:
-        return None
     options = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
     client = consumer(config.broker, f"{config.prefix}{JOB_NAME}")
-    return RetentionLossCounter(partial(committed_offsets, client, options), "the joiner")
+    return partial(committed_offsets, client, options)
+
+
+def check_restore_point(restore: str, fetch: FetchOffsets, stop: threading.Event) -> None:
+    """Check that the folder `restore` has not lost its restore points. `fetch` returns what the job has
+    committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
+
+    Raises:
+        UnavailableError: a job has written checkpoints, but none is there; or `stop` was set.
+    """
+    if not restore or _restore_point(restore):
+        return
+    offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
+    if any(offset.next >= 0 for offset in offsets.values()):
+        raise UnavailableError(
+            f"expected a savepoint or checkpoint in {restore}, because a job has committed its offsets to "
+            "Kafka, got none: make its volume available again, or remove the setting 'restore' to join all "
+            "events again"
+        )
 
 
 def submit(config: JoinerConfig, stop: threading.Event) -> str:

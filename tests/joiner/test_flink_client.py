@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from joiner import flink_client
 from joiner.config import JoinerConfig
-from joiner.flink_client import submit
+from joiner.flink_client import check_restore_point, submit
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from roostream.errors import ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime.clock import FakeClock
@@ -19,6 +19,7 @@ from roostream.runtime.flink_rest import JOB_NAME, FlinkRest, JobGauges
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import KafkaSecurity
 from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter
+from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 
@@ -91,11 +92,31 @@ def test_the_newest_checkpoint_of_a_folder_is_continued(
     assert (tmp_path / "seen").read_text().startswith("run -d -m x:1 -py "), "the folder is empty"
     for number in (9, 10):
         (flink / f"checkpoints/a/chk-{number}").mkdir(parents=True)
-    (flink / "checkpoints/a/chk-9/_metadata").touch()
+    (flink / "checkpoints/a/chk-9/_metadata").write_text("x")
     submit(config, threading.Event())
     assert f" -s {flink}/checkpoints/a/chk-9 " in (tmp_path / "seen").read_text()
     submit(JoinerConfig(flink="http://x:1", restore=f"{flink}/checkpoints/a/chk-9"), threading.Event())
     assert f" -s {flink}/checkpoints/a/chk-9 " in (tmp_path / "seen").read_text()
+
+
+def test_a_folder_that_lost_its_checkpoints_is_not_a_reason_to_join_everything_again(tmp_path: Path) -> None:
+    """Samples that are older than the dedupe horizon would be trained a second time."""
+
+    def committed(offset: int) -> Callable[[], Mapping[Partition, CommittedOffset]]:
+        return lambda: {
+            ("impressions", 0): CommittedOffset(0, -1),
+            ("engagements", 0): CommittedOffset(0, offset),
+        }
+
+    folder, stop = str(tmp_path), threading.Event()
+    check_restore_point("", committed(7), stop)  # who removes the setting wants to join everything again
+    check_restore_point(folder, committed(-1), stop)
+    with pytest.raises(UnavailableError, match="restore"):
+        check_restore_point(folder, committed(7), stop)
+    (tmp_path / "savepoints/a").mkdir(parents=True)
+    (tmp_path / "savepoints/a/_metadata").write_text("x")
+    check_restore_point(folder, committed(7), stop)
+    check_restore_point(f"{folder}/savepoints/a", committed(7), stop)
 
 
 @pytest.mark.parametrize(
