@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
 from roostream.errors import ConfigError, OtherVersionError, SetupError, UnavailableError
+from roostream.runtime import die_with_parent
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
@@ -237,7 +239,9 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         (with its error), or `stop` was set. Either no job was started, or `live_job` finds it.
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
-    command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
+    # A client that outlived this process would submit its job beside that of the next process.
+    command = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    command += [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
     restore = _restore_point(config.restore)
     if restore:
         command += ["-s", restore]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -157,6 +163,41 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while submitting"):
         submit(JoinerConfig(flink="http://x:1"), stop)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_joiner_that_is_killed_while_it_submits_a_job_leaves_no_client_behind(tmp_path: Path) -> None:
+    """The client would submit its job after the next joiner has found none and submits another one."""
+    write_fake_flink(tmp_path, f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 60")
+    program = (
+        "import threading; from joiner import config, flink_client; "
+        "flink_client.submit(config.JoinerConfig(flink='http://x:1'), threading.Event())"
+    )
+    joiner = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "FLINK_HOME": str(tmp_path)}
+    )
+    pid_file = tmp_path / "pid"
+    while not pid_file.exists():
+        assert joiner.poll() is None, "the joiner must be submitting"
+        time.sleep(0.05)
+    pid = int(pid_file.read_text())
+    joiner.kill()
+    joiner.wait()
+    try:
+        for _ in range(100):
+            if has_ended(pid):
+                break
+            time.sleep(0.05)
+        assert has_ended(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_what_flink_counts_is_exported_as_metrics() -> None:
