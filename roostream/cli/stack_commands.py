@@ -174,9 +174,15 @@ def last_schema(place: Home) -> Path | None:
     """The schema file with which a stack was last started in this home; None in a new home.
 
     Raises:
-        ConfigError: the file is gone.
+        ConfigError: the file is gone, or the home does not tell which one it was.
     """
-    last = (place.read_stack() or {}).get("schema")
+    stack = place.read_stack()
+    if stack is None and place.stack_json.exists():
+        raise ConfigError(
+            f"{place.stack_json}: expected the description of the last stack, got a damaged file; "
+            "give --schema"
+        )
+    last = (stack or {}).get("schema")
     if not last:
         return None
     file = Path(last)
