@@ -195,9 +195,7 @@ class Supervisor:
         for slot in list(self.slots.values()):
             try:
                 self._advance(slot, now_s)
-            except (
-                Exception
-            ) as error:  # all children end with this thread (roostream/runtime/die_with_parent.py)
+            except Exception as error:  # all children end with this thread (die_with_parent.py)
                 text = "%s cannot be watched now (this is a defect of Roostream): %s"
                 name = slot.program.name
                 self._log_rate_limit.warning(log, name, text, name, describe_error(error))

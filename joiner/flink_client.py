@@ -68,13 +68,15 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
         it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
+    fetch = _committed_offsets(config) if config.bootstrap else None
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if job:
         log.info("found the joiner's job, state %s; watching it", job["state"])
         job_id = str(job["jid"])
     else:
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
-        check_restore_point(config.restore, _committed_offsets(config), stop)
+        if fetch:
+            check_restore_point(config.restore, fetch, stop)
         job_id = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job_id, rest.url, job_id)
     high_availability = retry(rest, rest.high_availability, stop)
@@ -83,7 +85,8 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     else:
         log.info("high availability is off: if the job manager dies, the job is submitted again")
     recovery_s = _RECOVERY_S if high_availability else 0.0
-    watch(FlinkJob(rest, job_id, _loss_counter(config)), metrics, health, stop, recovery_s=recovery_s)
+    losses = RetentionLossCounter(fetch, "the joiner") if fetch else None
+    watch(FlinkJob(rest, job_id, losses), metrics, health, stop, recovery_s=recovery_s)
 
 
 def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
@@ -199,10 +202,6 @@ def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
     """The result of `call`, retried while the job manager is away. Raises UnavailableError only when `stop`
     is set."""
     return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
-
-
-def _loss_counter(config: JoinerConfig) -> RetentionLossCounter | None:
-    return RetentionLossCounter(_committed_offsets(config), "the joiner") if config.bootstrap else None
 
 
 def _committed_offsets(config: JoinerConfig) -> FetchOffsets:

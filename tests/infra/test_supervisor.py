@@ -179,7 +179,7 @@ def test_on_ready_is_retried_until_it_succeeds(harness: SupervisorHarness) -> No
 def test_a_probe_with_a_defect_ends_no_program(
     harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel ends all programs with the supervisor's thread (roostream/runtime/die_with_parent.py)."""
+    """The kernel ends all programs with the supervisor's thread (die_with_parent.py)."""
 
     def defect() -> bool:
         raise ValueError("no such reading")
