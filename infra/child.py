@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from infra import die_with_parent
+from roostream.runtime import die_with_parent
 from roostream.runtime.program import STOP_S
 
 STOP_TIMEOUT_S = STOP_S + 5.0

@@ -20,6 +20,8 @@ from infra.options import StackOptions
 from infra.ports import HOST, Ports
 from infra.supervisor import Supervisor
 from roostream.errors import SetupError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topic_admin import TopicAdmin
@@ -91,6 +93,7 @@ def broker_program(
         conf.write_text(server_properties(data, port, controller_port), encoding="utf-8")
         log4j.write_text(log4j_properties("WARN"), encoding="utf-8")
         if not (data / "meta.properties").exists():
+            _expect_no_earlier_kafka(home)
             _format((str(java), *java_flags(home.tmp, quick_start=True), *common), conf, env)
 
     def make_topics() -> None:
@@ -117,6 +120,18 @@ def broker_program(
         stop_timeout_s=15.0,
         cwd=home.root,
     )
+
+
+def _expect_no_earlier_kafka(home: Home) -> None:
+    """Raise SetupError: the newest commit of the home has offsets, so its Kafka has data somewhere. A new
+    Kafka would get what serving has not sent yet, and training could not continue from it."""
+    newest = manifests.newest(FileStore(home.store))
+    if newest is not None and newest.manifest.kafka:
+        raise SetupError(
+            f"expected the data of Kafka in {home.root / 'kafka'}, because {newest.name} has offsets of it, "
+            "got none; mount its volume or put it back, move the model with `roostream checkpoint export` "
+            "and `import`, or start over with `roostream reset`"
+        )
 
 
 def _format(java: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from infra.auditor.config import check_num_auditors
 from roostream.errors import ConfigError, reason_of
 from roostream.runtime.address import check_addresses
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.schema.settings import MAX_SEED, Settings, from_dict, setting, setting_error
@@ -182,8 +183,8 @@ _SAVED_FIELDS = (
 
 def save_options(home: Path, options: StackOptions) -> None:
     """Store the options in the home, so that `up --home` continues with them. Files in the home are named
-    relative to it, because a home may be moved. Raises OSError if the file can't be written: the old one
-    stays."""
+    relative to it, because a home may be moved. The file is readable by its owner only, because an override
+    may contain a password. Raises UnavailableError if it can't be written: the old one stays."""
     root = os.path.abspath(home)
 
     def relative(path: str) -> str:
@@ -192,11 +193,7 @@ def save_options(home: Path, options: StackOptions) -> None:
     table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
     table["schema"] = relative(table["schema"])
     table["overrides"] = _with_models(table["overrides"], relative)
-    temporary = home / f"{OPTIONS_FILE}.new"
-    temporary.touch(mode=0o600)
-    temporary.chmod(0o600)  # an override may contain a password
-    temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, home / OPTIONS_FILE)
+    FileStore(home).put(OPTIONS_FILE, f"{json.dumps(table, indent=1)}\n".encode())
 
 
 def load_saved_options(home: Path) -> StackOptions | None:

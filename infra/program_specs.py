@@ -8,6 +8,7 @@ shard never loads torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
@@ -198,20 +199,20 @@ def joins_on_flink(options: StackOptions) -> bool:
     return options.overrides.get("joiner", {}).get("engine", "flink") == "flink"
 
 
-def _restore_point(instance: ProgramInstance) -> str:
-    """Where the joiner continues if it has to submit a new job; "" = at the beginning, or a job runs already.
+def _restore_folder(instance: ProgramInstance) -> str:
+    """The folder with the newest restore point at the time when the joiner submits a new job; "" = the job
+    begins with the oldest events.
 
     Older restore points are deleted, but only when the job manager has said that no job runs: one that does
-    not answer may still run a job that writes into these folders.
+    not answer may still run a job that writes into these folders. That job may also have ended when the
+    joiner asks, so what is newest now does not matter.
     """
     flink = instance.home.root / "flink"
-    try:
-        if FlinkRest(instance.endpoints.flink).live_job() is not None:
-            return ""
-        delete_old_restore_points(flink)
-    except UnavailableError:
-        pass  # the joiner asks again, until there is an answer, before it submits a job
-    return str(newest_restore_point(flink) or "")
+    with contextlib.suppress(UnavailableError):
+        if FlinkRest(instance.endpoints.flink).live_job() is None:
+            delete_old_restore_points(flink)
+            return str(flink) if newest_restore_point(flink) else ""
+    return str(flink)
 
 
 def _joiner_needs(options: StackOptions) -> tuple[str, ...]:
@@ -428,7 +429,7 @@ def build_program(instance: ProgramInstance, env: Mapping[str, str]) -> Program:
     def prepare() -> None:
         table = settings_table(instance)
         if spec.name == "joiner" and joins_on_flink(instance.options):
-            table["restore"] = _restore_point(instance)
+            table["restore"] = _restore_folder(instance)
         conf.touch(mode=0o600)
         conf.chmod(0o600)  # an override may contain a password
         conf.write_text(tomli_w.dumps(to_toml_value(table)), encoding="utf-8")

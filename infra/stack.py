@@ -13,8 +13,8 @@ Programs: kafka, redis, flink-jm, flink-tm-0…, and those of `infra/program_spe
 readers follows the controller (`infra/scaling.py`). Programs start at the same time and wait for Kafka and
 for the topics that the stack creates.
 
-The joiner submits the Flink job `roostream-joiner` unless one runs, from the restore point that the stack
-sets at each start, and exits with 1 when the job has failed; its restart submits the job again. SIGTERM
+The joiner submits the Flink job `roostream-joiner` unless one runs, from the newest restore point in the
+folder of Flink, and exits with 1 when the job has failed; its restart submits the job again. SIGTERM
 leaves the job running: the stack takes the savepoint at shutdown.
 """
 

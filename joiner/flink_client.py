@@ -11,18 +11,20 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from joiner.config import JoinerConfig
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
 from roostream.errors import ConfigError, OtherVersionError, SetupError, UnavailableError
+from roostream.runtime import die_with_parent
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
@@ -30,8 +32,8 @@ from roostream.runtime.flink_restore_points import newest_restore_point
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
-from roostream.runtime.kafka.retention_loss import RetentionLossCounter, committed_offsets
-from roostream.runtime.kafka.topics import EVENTS, all_partitions
+from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter, committed_offsets
+from roostream.runtime.kafka.topics import EVENTS, Partition, all_partitions
 from roostream.runtime.program import Stop
 
 log = logging.getLogger("roostream.joiner")
@@ -43,6 +45,7 @@ _MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
 # Flink's words for state of an operator the job does not have
 _FOREIGN_STATE = "Cannot map checkpoint/savepoint state"
 T = TypeVar("T")
+FetchOffsets: TypeAlias = Callable[[], Mapping[Partition, CommittedOffset]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +63,20 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     `stop` is set, and leave it running.
 
     Raises:
-        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A
-        restart of this program submits it again, from the setting `restore`.
+        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager; or
+        there is nothing in the folder `restore`, see `check_restore_point`. A restart of this program submits
+        it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
+    fetch = _committed_offsets(config) if config.bootstrap else None
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if job:
         log.info("found the joiner's job, state %s; watching it", job["state"])
         job_id = str(job["jid"])
     else:
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
+        if fetch:
+            check_restore_point(config.restore, fetch, stop)
         job_id = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job_id, rest.url, job_id)
     high_availability = retry(rest, rest.high_availability, stop)
@@ -78,7 +85,8 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     else:
         log.info("high availability is off: if the job manager dies, the job is submitted again")
     recovery_s = _RECOVERY_S if high_availability else 0.0
-    watch(FlinkJob(rest, job_id, _loss_counter(config)), metrics, health, stop, recovery_s=recovery_s)
+    losses = RetentionLossCounter(fetch, "the joiner") if fetch else None
+    watch(FlinkJob(rest, job_id, losses), metrics, health, stop, recovery_s=recovery_s)
 
 
 def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
@@ -196,13 +204,29 @@ def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
     return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
 
 
-def _loss_counter(config: JoinerConfig) -> RetentionLossCounter | None:
+def _committed_offsets(config: JoinerConfig) -> FetchOffsets:
     """Of the consumer group to which the job's sources commit with each checkpoint."""
-    if not config.bootstrap:
-        return None
     options = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
     client = consumer(config.broker, f"{config.prefix}{JOB_NAME}")
-    return RetentionLossCounter(partial(committed_offsets, client, options), "the joiner")
+    return partial(committed_offsets, client, options)
+
+
+def check_restore_point(restore: str, fetch: FetchOffsets, stop: threading.Event) -> None:
+    """Check that the folder `restore` has not lost its restore points. `fetch` returns what the job has
+    committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
+
+    Raises:
+        UnavailableError: a job has written checkpoints, but none is there; or `stop` was set.
+    """
+    if not restore or _restore_point(restore):
+        return
+    offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
+    if any(offset.next >= 0 for offset in offsets.values()):
+        raise UnavailableError(
+            f"expected a savepoint or checkpoint in {restore}, because a job has committed its offsets to "
+            "Kafka, got none: make its volume available again, or remove the setting 'restore' to join all "
+            "events again"
+        )
 
 
 def submit(config: JoinerConfig, stop: threading.Event) -> str:
@@ -214,7 +238,9 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         (with its error), or `stop` was set. Either no job was started, or `live_job` finds it.
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
-    command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
+    # A client that outlived this process would submit its job beside that of the next process.
+    command = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+    command += [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
     restore = _restore_point(config.restore)
     if restore:
         command += ["-s", restore]

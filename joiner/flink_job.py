@@ -73,7 +73,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
     def open(self, runtime_context: RuntimeContext) -> None:
         tune_garbage_collector()
         schema = load_schema(self.config.schema)
-        registry = open_registry(open_checkpoint_store(self.config.store))
+        registry = open_registry(open_checkpoint_store(self.config.store), own=schema)
         self.decoder = EventDecoder(registry, schema.limits)
         # In thread mode only pickled bytes come back as bytes. The values are our own versioned encoding.
         descriptor = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())

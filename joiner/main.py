@@ -53,7 +53,7 @@ def run_local(
     from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
 
     wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
-    engine = LocalEngine(config, schema, open_registry(open_checkpoint_store(config.store)))
+    engine = LocalEngine(config, schema, open_registry(open_checkpoint_store(config.store), own=schema))
     options = ConsumerOptions(
         partitions=engine.partitions, prefix=config.prefix, skip_lost_records=config.skip_lost
     )

@@ -65,7 +65,7 @@ class DeploymentIdentity:
         wait_for_store(lambda: register(store, schema), stop, health=health)
         return cls(
             schema=schema,
-            registry=open_registry(store),
+            registry=open_registry(store, own=schema),
             kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
             num_shards=num_shards,
             num_buckets=config.buckets,

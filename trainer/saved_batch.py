@@ -126,7 +126,8 @@ class SavedBatches:
         """Save a batch. Returns its path. Raises UnavailableError: the folder cannot be written."""
         name = f"{_FOLDER}/{batch.time_ms:013d}-{batch.step}{_SUFFIX}"
         self.store.put(name, encode(batch))
-        for old in self._names()[:-MAX_FILES]:
+        others = [other for other in self._names() if other != name]  # the clock may have been set back
+        for old in others[: 1 - MAX_FILES]:
             self.store.delete(old)
         self.store.sweep()
         return self.store.path(name)

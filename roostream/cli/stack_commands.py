@@ -40,7 +40,7 @@ from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import ConfigError, SetupError, printable
 from roostream.runtime import manifest as manifests
-from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.checkpoint_store import UNFINISHED, FileStore
 from roostream.runtime.program import MaskingFormatter, set_on_signals
 from roostream.schema.schema_file import load_schema
 
@@ -48,7 +48,7 @@ Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
 _UP_LOG_BYTES = 1 << 20
 _OTHERS_IN_HOME = (
-    *("stack.json", "stack.json.new", OPTIONS_FILE, f"{OPTIONS_FILE}.new", "simulate.json"),
+    *("stack.json", "stack.json.new", OPTIONS_FILE, "simulate.json"),
     *("kafka", "redis", "flink", "warehouse"),
 )
 _FILES = ("model", "items", "keys_file", "admin_token_file")
@@ -174,9 +174,15 @@ def last_schema(place: Home) -> Path | None:
     """The schema file with which a stack was last started in this home; None in a new home.
 
     Raises:
-        ConfigError: the file is gone.
+        ConfigError: the file is gone, or the home does not tell which one it was.
     """
-    last = (place.read_stack() or {}).get("schema")
+    stack = place.read_stack()
+    if stack is None and place.stack_json.exists():
+        raise ConfigError(
+            f"{place.stack_json}: expected the description of the last stack, got a damaged file; "
+            "give --schema"
+        )
+    last = (stack or {}).get("schema")
     if not last:
         return None
     file = Path(last)
@@ -372,7 +378,7 @@ def reset(home: Path, yes: bool) -> None:
 
 def _is_written_by_stack(name: str) -> bool:
     """Whether a stack, a training or a replay writes an entry of this name into its home."""
-    if name in (*FOLDERS, *_OTHERS_IN_HOME):
+    if name in (*FOLDERS, *_OTHERS_IN_HOME) or name.startswith(UNFINISHED):
         return True
     try:
         return bool(find_spec(name))  # the folder of a program, such as shard-0

@@ -31,7 +31,7 @@ _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
 _S3_REFUSAL = re.compile(r"<Code>(\w+)</Code>.*?<Message>([^<]*)</Message>", re.DOTALL)
 _PROBE = "probes/create"  # always has the same bytes and is never deleted
 _PROBE_ATTEMPTS = 3  # an older version of Roostream may delete the object between two creates
-_UNFINISHED = ".roostream-unfinished."  # begins the name of a file that is being written
+UNFINISHED = ".roostream-unfinished."  # begins the name of a file that is being written
 UNFINISHED_S = 600.0
 """A file that nobody has written to for so long belongs to a writer that was killed."""
 PART_BYTES = 8 << 20
@@ -182,7 +182,7 @@ class FileStore:
         """Only files of this store: of its directory and of the folders of its names. A folder below may be
         another store, such as a warehouse."""
         with _disk_errors(f"{self.root} can't be swept"):
-            for path in [*self.root.glob(f"{_UNFINISHED}*"), *self.root.glob(f"*/{_UNFINISHED}*")]:
+            for path in [*self.root.glob(f"{UNFINISHED}*"), *self.root.glob(f"*/{UNFINISHED}*")]:
                 with contextlib.suppress(FileNotFoundError):  # its writer has just finished
                     if self._now_s() - path.stat().st_mtime >= UNFINISHED_S:
                         path.unlink()
@@ -192,7 +192,7 @@ class FileStore:
 
     def _write_chunks(self, target: Path, chunks: Iterable[bytes]) -> Path:
         self._make_directory(target.parent)
-        handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=target.parent)
+        handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:

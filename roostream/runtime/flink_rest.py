@@ -110,7 +110,10 @@ class FlinkRest:
 
     def live_job(self) -> dict[str, Any] | None:
         """The joiner's job (`jid`, `state`, `tasks`) if one has not ended, else None."""
-        jobs = (self.get("/jobs/overview") or {}).get("jobs", [])
+        found = self.get("/jobs/overview")
+        if found is None:
+            raise UnavailableError(f"Flink at {self.url} does not know /jobs/overview; check the address")
+        jobs = found.get("jobs", [])
         return next((job for job in jobs if job["name"] == JOB_NAME and job["state"] not in ENDED), None)
 
     def high_availability(self) -> str:

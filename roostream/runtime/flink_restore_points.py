@@ -2,7 +2,8 @@
 
     FOLDER/savepoints/NAME/_metadata     FOLDER/checkpoints/JOB/chk-N/_metadata
 
-Flink writes `_metadata` last, so a point that has it is complete.
+Flink writes `_metadata` last, so a point that has it is complete. Flink does not sync the file: after a power
+failure it may be empty, and the point is not used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def delete_old_restore_points(flink: Path, keep: int = 2) -> list[Path]:
 
 def _restore_points(flink: Path) -> list[Path]:
     files = [*flink.glob("savepoints/*/_metadata"), *flink.glob("checkpoints/*/chk-*/_metadata")]
-    return [p.parent for p in files]
+    return [p.parent for p in files if p.stat().st_size]
 
 
 def _written_ns(point: Path) -> int:

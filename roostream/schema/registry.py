@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from roostream.errors import CheckpointError, ConfigError, SchemaError
+from roostream.errors import CheckpointError, ConfigError, SchemaError, UnavailableError
 from roostream.schema.schema import Registry, Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.schema.toml_file import SourceLocation
@@ -38,23 +38,37 @@ def register(store: Store, schema: Schema | str) -> Schema:
     return schema
 
 
-def open_registry(store: Store) -> Registry:
+def open_registry(store: Store, own: Schema | None = None) -> Registry:
     """A function from fingerprint to schema, or None if it is not registered yet. Found schemas are cached.
+    `own`: a schema that is registered; while its file is absent, no other one counts as not registered.
 
-    The function raises CheckpointError if a file is damaged or has another schema than its name says.
+    The function raises CheckpointError if a file is damaged or has another schema than its name says, and
+    UnavailableError if the schemas of the store are away.
     """
-    known: dict[int, Schema] = {}
+    known: dict[int, Schema] = {own.fingerprint: own} if own else {}
 
     def find(fingerprint: int) -> Schema | None:
         if fingerprint not in known:
             try:
                 text = store.get(_name(fingerprint)).decode("utf-8", "replace")
             except CheckpointError:
+                if own:
+                    _check_present(store, own)
                 return None
             known[fingerprint] = _verified(text, fingerprint)
         return known[fingerprint]
 
     return find
+
+
+def _check_present(store: Store, schema: Schema) -> None:
+    try:
+        store.get(_name(schema.fingerprint))
+    except CheckpointError as error:
+        raise UnavailableError(
+            f"expected the schema {schema.name!r}, which was registered, in the store ({error}); make the "
+            "store's folder `schemas` available again, or restart this program to register it anew"
+        ) from None
 
 
 def to_toml(schema: Schema, *, defaults: bool = True) -> str:

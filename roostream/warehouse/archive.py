@@ -367,6 +367,20 @@ class _PendingFiles:
     steps: dict[str, ProgressStep]
 
 
+def check_has_schemas(store: CheckpointStore, url: str = "the deployment's store") -> None:
+    """Check that programs have registered schemas in the store. Without this check, an archiver whose `store`
+    is not that of the other programs would send every record to the dead letters.
+
+    Raises:
+        UnavailableError: there is none, or the store is away.
+    """
+    if not store.list("schemas"):
+        raise UnavailableError(
+            f"expected the schemas of the samples in {url}, got none: make its folder `schemas` available, "
+            "start the other programs, or give the archiver their `store`"
+        )
+
+
 class Archiver:
     """Archives chosen partitions. Call `open` first; after a rejected commit `turn` has opened it again. One
     thread."""
@@ -527,13 +541,15 @@ class Archiver:
 
     def _schema(self, fingerprint: int) -> Schema | None:
         """A schema from the deployment's store, or, if its file there is missing or damaged, the copy in the
-        warehouse."""
+        warehouse. Raises UnavailableError: it is in neither, and the deployment's schemas are away."""
         try:
             if (found := self.registry(fingerprint)) is not None:
                 return found
         except CheckpointError as error:
             log.warning("%s; the warehouse's copy is used if there is one", error)
-        return self.warehouse.registry(fingerprint)
+        if (copy := self.warehouse.registry(fingerprint)) is None:
+            check_has_schemas(self.memory)
+        return copy
 
     def _prepare(self, topic: str, writer: Schema, rows: FileRows) -> None:
         """Store the schema, and declare the columns in the table's log."""

@@ -18,7 +18,6 @@ from prometheus_client import REGISTRY
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
-from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -29,7 +28,7 @@ from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
 from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
 from roostream.schema.registry import open_registry
-from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
+from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy, check_has_schemas
 from roostream.warehouse.config import ArchiverConfig
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
@@ -169,20 +168,6 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     finally:
         REGISTRY.unregister(collector)
         reader.close()
-
-
-def check_has_schemas(store: CheckpointStore, url: str) -> None:
-    """Check that programs have registered schemas in the store. Without this check, an archiver whose `store`
-    is not that of the other programs would send every record to the dead letters.
-
-    Raises:
-        UnavailableError: there is none, or the store is away.
-    """
-    if not store.list("schemas"):
-        raise UnavailableError(
-            f"expected the schemas of the samples in {url}, got none: start the other programs, or give the "
-            "archiver their `store`"
-        )
 
 
 def metrics_of(archiver: Archiver, num_archivers: int) -> dict[str, object]:

@@ -360,12 +360,12 @@ class Compactor:
     def _check_tables(self) -> None:
         """Another table at the same place is a wrong mount: nothing may be sealed or retired in it."""
         found = self.warehouse.table_ids()
-        self._table_ids = self._table_ids or found
         if missing := sorted(self.warehouse.tables.keys() - found.keys()):
             raise UnavailableError(
                 f"{self.warehouse.location}: expected a warehouse, found no table {' and '.join(missing)}; "
                 "mount it, or start an archiver, which creates it"
             )
+        self._table_ids = self._table_ids or found
         if found != self._table_ids:
             raise CheckpointError(
                 f"{self.warehouse.location}: expected the tables {self._table_ids}, got {found}: another "

@@ -20,14 +20,16 @@ files that no version has named for ORPHAN_HOURS, so whoever writes files commit
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import deltalake
 from deltalake import CommitProperties, Transaction
@@ -36,7 +38,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError, reason_of
-from roostream.runtime.checkpoint_store import open_store, s3_reason
+from roostream.runtime.checkpoint_store import FileStore, open_store, s3_reason
 from roostream.warehouse.data_file import DataFile, candidates_of, is_file_path, topic_of
 from roostream.warehouse.parquet_file import ordered
 from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
@@ -66,7 +68,6 @@ _CONFIGURATION: dict[str, str | None] = {
 }
 
 
-T = TypeVar("T")
 log = logging.getLogger("roostream.warehouse")
 
 
@@ -116,10 +117,10 @@ class TableSnapshot:
 class WarehouseTable:
     """One table. Nothing is read before the first call. One thread."""
 
-    def __init__(self, location: str | Path, name: str) -> None:
+    def __init__(self, location: str | Path, name: str, *, fsync: Callable[[int], None] = os.fsync) -> None:
         """`location`: of the warehouse, a directory or s3://bucket/prefix. `name`: the table's folder in
         it."""
-        self.name = name
+        self.name, self._fsync = name, fsync
         self.url = _joined(location, name)
         self._options = _S3_OPTIONS if self.url.startswith("s3://") else None
         self._store = open_store(location)
@@ -137,8 +138,8 @@ class WarehouseTable:
             [*fields, *(types.Field(n, types.PrimitiveType(t)) for n, t in _PARTITION_BY.items())]
         )
         with self._translating_errors("made"):
-            if not self.url.startswith("s3://"):
-                Path(self.url).mkdir(parents=True, exist_ok=True)
+            if self._options is None:
+                FileStore(self._log_folder, fsync=self._fsync).make_root()
             create = partial(
                 deltalake.DeltaTable.create,
                 self.url,
@@ -151,7 +152,7 @@ class WarehouseTable:
             for left in range(_TRIES, 0, -1):
                 try:
                     create()
-                    return
+                    return self._sync_log(self._newest().version())
                 except DeltaError:  # another program created it at the same moment
                     if left == 1 or not self._exists():
                         raise
@@ -183,8 +184,7 @@ class WarehouseTable:
         `commit`."""
         fields = [_field(name, column_type) for name, column_type in column_types.items()]
 
-        def add_missing() -> None:
-            log = self._newest()
+        def add_missing(log: deltalake.DeltaTable) -> None:
             self._columns = {field.name: field.type.to_json() for field in log.schema().fields}
             if new := [field for field in fields if field.name not in self._columns]:
                 log.alter.add_columns(new)
@@ -211,8 +211,8 @@ class WarehouseTable:
         steps = dict(progress or {})
         assert steps or not remove, "a removal needs a progress name that moves"
 
-        def attempt() -> None:
-            found = TableSnapshot(self._newest())
+        def attempt(log: deltalake.DeltaTable) -> None:
+            found = TableSnapshot(log)
             moved = _moved(found, steps)
             # Listing the paths takes long in a large table: only where they decide something.
             paths = found.paths() if moved or remove or not steps else frozenset()
@@ -267,8 +267,7 @@ class WarehouseTable:
         that is older than the log's own limit. The file would then look like one that no version has
         named."""
 
-        def attempt() -> None:
-            log = self._newest()
+        def attempt(log: deltalake.DeltaTable) -> None:
             _, number, unit = (log.metadata().configuration.get(_KEPT_REMOVALS) or _ONE_WEEK).split()
             if unit == "hours" and hours > int(number):
                 log.alter.set_table_properties({_KEPT_REMOVALS: f"interval {hours} hours"})
@@ -286,13 +285,42 @@ class WarehouseTable:
             return False
         return True
 
-    def _retry(self, attempt: Callable[[], T]) -> T:
-        """Repeat while other programs commit at the same time. Raises UnavailableError after `_TRIES`."""
+    def _retry(self, attempt: Callable[[deltalake.DeltaTable], None]) -> None:
+        """Call `attempt` with the newest version; repeat while other programs commit at the same time. Raises
+        UnavailableError after `_TRIES`."""
         with self._translating_errors("written"):
             for _ in range(_TRIES):
                 with contextlib.suppress(CommitFailedError):
-                    return attempt()
+                    log = self._newest()
+                    before = log.version()
+                    attempt(log)
+                    return self._sync_log(before)
         raise UnavailableError(f"{self.url}: too many programs write to it at once; try again later")
+
+    @property
+    def _log_folder(self) -> Path:
+        return Path(self.url) / "_delta_log"
+
+    def _sync_log(self, first: int) -> None:
+        """Sync the entries from version `first` on, and their checkpoints, which deltalake does not do. Entry
+        `first` may be of another program that was killed before it had synced it."""
+        if self._options is not None:
+            return
+        for version in itertools.count(first):
+            entry = self._log_folder / f"{version:020d}.json"
+            if not entry.exists():
+                break
+            self._sync(entry)
+            if (checkpoint := entry.with_suffix(".checkpoint.parquet")).exists():
+                self._sync(checkpoint)
+        self._sync(self._log_folder)
+
+    def _sync(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            self._fsync(handle)
+        finally:
+            os.close(handle)
 
     def _check_written(self, files: Sequence[DataFile]) -> None:
         for file in files:

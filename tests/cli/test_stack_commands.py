@@ -95,3 +95,6 @@ def test_the_next_up_without_a_schema_takes_that_of_the_last_one(tmp_path: Path)
         last_schema(home)
     schema.touch()
     assert last_schema(home) == schema
+    home.stack_json.write_text("")  # a power failure can leave an empty file
+    with pytest.raises(ConfigError, match=r"stack\.json.* give --schema"):
+        last_schema(home)

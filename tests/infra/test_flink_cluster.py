@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,6 +26,8 @@ from infra.kafka_broker import broker_program, server_properties, use_external_b
 from infra.options import StackOptions
 from infra.redis_server import redis_program
 from roostream.errors import ConfigError, SetupError, UnavailableError
+from roostream.runtime.checkpoint_store import FileStore
+from tests.runtime.manifest_cases import a_manifest
 
 ECHO = Path("/bin/echo")
 
@@ -66,6 +69,22 @@ def test_a_format_of_kafkas_folder_that_hangs_is_an_error_and_no_defect(
     monkeypatch.setattr(kafka_broker, "_FORMAT_S", 0.2)
     with pytest.raises(SetupError, match="too busy"):
         broker_program(home, StackOptions(), dict(os.environ), java, 1003, 1004).prepare()
+
+
+@pytest.mark.parametrize("kafka", [{"cluster_id": "c", "topics": {}}, {}], ids=["its data is away", "import"])
+def test_a_new_kafka_does_not_take_the_place_of_one_that_is_away(kafka: dict[str, Any], home: Home) -> None:
+    """Serving would send the rest of its log there, and the feature updater would forget all users. After an
+    import there was no Kafka yet."""
+    manifest = a_manifest(kafka=kafka)
+    FileStore(home.store).create(manifest.name, manifest.encode())
+    broker = broker_program(home, StackOptions(), dict(os.environ), ECHO, 1003, 1004)
+    if not kafka:
+        return broker.prepare()
+    with pytest.raises(SetupError, match="volume"):
+        broker.prepare()
+    (home.root / "kafka").mkdir()
+    (home.root / "kafka" / "meta.properties").touch()
+    broker.prepare()
 
 
 def test_a_task_manager_has_the_heap_that_its_configuration_says(home: Home) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.options import OPTIONS_FILE, StackOptions, load_saved_options, save_options, to_toml_value
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, UnavailableError
+from tests.runtime.full_disk import limited_file_size
 
 VALUES = st.one_of(
     st.booleans(),
@@ -46,6 +47,15 @@ def test_saved_options_are_loaded_again(tmp_path: Path) -> None:
     assert load_saved_options(tmp_path) == options
     mode = (tmp_path / OPTIONS_FILE).stat().st_mode
     assert mode & 0o077 == 0, "an override may contain a password"
+
+
+def test_options_that_cannot_be_written_leave_the_old_ones(tmp_path: Path) -> None:
+    save_options(tmp_path, old := StackOptions(num_shards=3))
+    with limited_file_size(64), pytest.raises(UnavailableError, match=r"options\.json"):
+        save_options(tmp_path, StackOptions(num_shards=4))
+    assert load_saved_options(tmp_path) == old and [path.name for path in tmp_path.iterdir()] == [
+        OPTIONS_FILE
+    ]
 
 
 @pytest.mark.parametrize(

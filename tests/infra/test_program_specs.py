@@ -212,18 +212,17 @@ def test_a_controller_waits_for_the_archive_of_its_own_stack(
 
 
 @pytest.mark.parametrize(
-    ("jobs", "kept", "restore"),
+    ("jobs", "kept"),
     [
-        (None, ["job0", "job1", "job2", "job3"], "job2"),
-        ([], ["job1", "job2"], "job2"),
-        ([{"name": JOB_NAME, "state": "RUNNING"}], ["job0", "job1", "job2", "job3"], ""),
+        (None, ["job0", "job1", "job2", "job3"]),
+        ([], ["job1", "job2"]),
+        ([{"name": JOB_NAME, "state": "RUNNING"}], ["job0", "job1", "job2", "job3"]),
     ],
     ids=["no answer", "no job", "a running job"],
 )
 def test_checkpoints_are_deleted_only_when_the_job_manager_says_that_no_job_runs(
     jobs: list[dict[str, str]] | None,
     kept: list[str],
-    restore: str,
     tmp_path: Path,
     endpoints: Endpoints,
     monkeypatch: pytest.MonkeyPatch,
@@ -243,9 +242,21 @@ def test_checkpoints_are_deleted_only_when_the_job_manager_says_that_no_job_runs
         (checkpoints / f"job{number}" / "chk-1").mkdir(parents=True)
     for number in range(3):
         complete = checkpoints / f"job{number}" / "chk-1" / "_metadata"
-        complete.touch()
+        complete.write_text("x")
         os.utime(complete, (number, number))
     program("joiner", tmp_path, endpoints).prepare()
     assert sorted(job.name for job in checkpoints.iterdir()) == kept
     written = tomllib.loads((home.conf / "joiner.toml").read_text())
-    assert written.get("restore", "") == (str(checkpoints / restore / "chk-1") if restore else "")
+    assert written["restore"] == str(tmp_path / "flink"), (
+        "a job that runs now may be gone when the joiner asks, and have written a newer checkpoint"
+    )
+
+
+def test_a_stack_without_checkpoints_joins_from_the_beginning(
+    tmp_path: Path, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlinkRest, "get", lambda rest, path: {"jobs": []})
+    home = Home(tmp_path)
+    home.make()
+    program("joiner", tmp_path, endpoints).prepare()
+    assert tomllib.loads((home.conf / "joiner.toml").read_text())["restore"] == ""

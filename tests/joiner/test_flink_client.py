@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from joiner import flink_client
 from joiner.config import JoinerConfig
-from joiner.flink_client import submit
+from joiner.flink_client import check_restore_point, submit
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from roostream.errors import ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime.clock import FakeClock
@@ -19,6 +25,7 @@ from roostream.runtime.flink_rest import JOB_NAME, FlinkRest, JobGauges
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import KafkaSecurity
 from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter
+from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 
@@ -91,11 +98,31 @@ def test_the_newest_checkpoint_of_a_folder_is_continued(
     assert (tmp_path / "seen").read_text().startswith("run -d -m x:1 -py "), "the folder is empty"
     for number in (9, 10):
         (flink / f"checkpoints/a/chk-{number}").mkdir(parents=True)
-    (flink / "checkpoints/a/chk-9/_metadata").touch()
+    (flink / "checkpoints/a/chk-9/_metadata").write_text("x")
     submit(config, threading.Event())
     assert f" -s {flink}/checkpoints/a/chk-9 " in (tmp_path / "seen").read_text()
     submit(JoinerConfig(flink="http://x:1", restore=f"{flink}/checkpoints/a/chk-9"), threading.Event())
     assert f" -s {flink}/checkpoints/a/chk-9 " in (tmp_path / "seen").read_text()
+
+
+def test_a_folder_that_lost_its_checkpoints_is_not_a_reason_to_join_everything_again(tmp_path: Path) -> None:
+    """Samples that are older than the dedupe horizon would be trained a second time."""
+
+    def committed(offset: int) -> Callable[[], Mapping[Partition, CommittedOffset]]:
+        return lambda: {
+            ("impressions", 0): CommittedOffset(0, -1),
+            ("engagements", 0): CommittedOffset(0, offset),
+        }
+
+    folder, stop = str(tmp_path), threading.Event()
+    check_restore_point("", committed(7), stop)  # who removes the setting wants to join everything again
+    check_restore_point(folder, committed(-1), stop)
+    with pytest.raises(UnavailableError, match="restore"):
+        check_restore_point(folder, committed(7), stop)
+    (tmp_path / "savepoints/a").mkdir(parents=True)
+    (tmp_path / "savepoints/a/_metadata").write_text("x")
+    check_restore_point(folder, committed(7), stop)
+    check_restore_point(f"{folder}/savepoints/a", committed(7), stop)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +163,41 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while submitting"):
         submit(JoinerConfig(flink="http://x:1"), stop)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_joiner_that_is_killed_while_it_submits_a_job_leaves_no_client_behind(tmp_path: Path) -> None:
+    """The client would submit its job after the next joiner has found none and submits another one."""
+    write_fake_flink(tmp_path, f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 60")
+    program = (
+        "import threading; from joiner import config, flink_client; "
+        "flink_client.submit(config.JoinerConfig(flink='http://x:1'), threading.Event())"
+    )
+    joiner = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "FLINK_HOME": str(tmp_path)}
+    )
+    pid_file = tmp_path / "pid"
+    while not pid_file.exists():
+        assert joiner.poll() is None, "the joiner must be submitting"
+        time.sleep(0.05)
+    pid = int(pid_file.read_text())
+    joiner.kill()
+    joiner.wait()
+    try:
+        for _ in range(100):
+            if has_ended(pid):
+                break
+            time.sleep(0.05)
+        assert has_ended(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_what_flink_counts_is_exported_as_metrics() -> None:

@@ -77,6 +77,12 @@ def test_a_refusal_of_the_job_manager_is_reported(flink: FakeFlink) -> None:
         FlinkRest(flink.url).live_job()
 
 
+def test_a_server_that_knows_no_jobs_does_not_say_that_none_runs(flink: FakeFlink) -> None:
+    """A second job would join everything twice, and the checkpoints of the first one would be deleted."""
+    with pytest.raises(UnavailableError, match="/jobs/overview"):
+        FlinkRest(flink.url).live_job()
+
+
 def test_the_state_of_an_unknown_job_is_unknown(flink: FakeFlink) -> None:
     rest = FlinkRest(flink.url)
     assert rest.state(JOB) == "UNKNOWN"

@@ -39,3 +39,13 @@ def test_old_restore_points_are_deleted(tmp_path: Path) -> None:
     deleted = [old.parent, older_savepoint, unfinished]
     assert set(delete_old_restore_points(tmp_path, keep=2)) == set(deleted)
     assert all(p.exists() for p in kept) and not any(p.exists() for p in deleted)
+
+
+def test_a_restore_point_that_a_power_failure_emptied_is_not_used(tmp_path: Path) -> None:
+    before = restore_point(tmp_path, "checkpoints/job1/chk-4", 10)
+    for number in (1, 2):
+        emptied = restore_point(tmp_path, f"checkpoints/job2/chk-{number}", 20)
+        (emptied / "_metadata").write_bytes(b"")
+    assert newest_restore_point(tmp_path) == before
+    delete_old_restore_points(tmp_path, keep=2)
+    assert newest_restore_point(tmp_path) == before

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roostream.errors import CheckpointError, SchemaError
+from roostream.errors import CheckpointError, SchemaError, UnavailableError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema import registry as schema_registry
 from roostream.schema.schema import Schema
@@ -31,6 +31,21 @@ def test_a_schema_registered_later_is_found(tmp_path: Path, schema: Schema) -> N
     assert find(schema.fingerprint) is None
     schema_registry.register(store, schema_registry.to_toml(schema))
     assert find(schema.fingerprint) == schema
+
+
+def test_no_schema_counts_as_unknown_while_the_folder_of_schemas_is_away(
+    tmp_path: Path, schema: Schema
+) -> None:
+    """A program that is restarted meanwhile would turn all records into dead letters."""
+    store = FileStore(tmp_path / "store")
+    schema_registry.register(store, schema)
+    (tmp_path / "store" / "schemas").rename(tmp_path / "away")
+    find = schema_registry.open_registry(store, own=schema)
+    assert find(schema.fingerprint) == schema, "a program knows its own schema"
+    with pytest.raises(UnavailableError, match="schemas"):
+        find(5)
+    (tmp_path / "away").rename(tmp_path / "store" / "schemas")
+    assert find(5) is None
 
 
 def test_unusual_texts_survive_writing() -> None:

@@ -92,6 +92,15 @@ def test_a_folder_keeps_only_the_newest_batches(tmp_path: Path) -> None:
     assert len(list(path.parent.iterdir())) == MAX_FILES
 
 
+def test_a_batch_is_kept_when_the_clock_was_set_back(tmp_path: Path) -> None:
+    batches = SavedBatches(tmp_path)
+    for n in range(MAX_FILES):
+        batches.save(SavedBatch(reason="", time_ms=100 + n))
+    path = batches.save(SavedBatch(reason="now", time_ms=5))
+    assert decode(path.read_bytes(), "x").reason == "now"
+    assert len(list(path.parent.iterdir())) == MAX_FILES
+
+
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text("a file")
     with pytest.raises(UnavailableError, match="can't be written"):

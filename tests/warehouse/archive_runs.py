@@ -23,6 +23,7 @@ from roostream.errors import UnavailableError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, FakeClock, SystemClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.compact import Compactor
@@ -74,14 +75,15 @@ def make_archiver(
     schema, dead = rich_schema(), list[DeadRecord]()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
     reader = MemoryConsumer(partitions, [r for r in records if (r.topic, r.partition) in partitions])
-    registry = {schema.fingerprint: schema}.get
+    registry, memory = {schema.fingerprint: schema}.get, memory or MemoryStore()
+    register(memory, schema)
     archiver = Archiver(
         Warehouse(location),
         reader,
         dict(topics),
         lambda: topics,
         registry,
-        memory or MemoryStore(),
+        memory,
         FLUSH_POLICY,
         dead.extend,
         clock or FakeClock(),

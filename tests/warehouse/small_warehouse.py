@@ -11,6 +11,7 @@ from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.parquet_file import write_rows
+from roostream.warehouse.warehouse import Warehouse
 from tests.warehouse.sample_cases import file_key, file_rows, rich_records, rich_schema
 
 DAYS = (date(2024, 5, 1), date(2024, 5, 2))
@@ -22,7 +23,7 @@ def small_warehouse(location: Path) -> Schema:
     feature."""
     schema, store, table = rich_schema(), FileStore(location), WarehouseTable(location, "samples")
     register(store, schema)
-    table.create()
+    Warehouse(location).create()
     for n, day in enumerate(DAYS):
         rows = file_rows(schema, rich_records(schema, ROWS))
         file = write_rows(store, rows, dataclasses.replace(file_key(schema), day=day))

@@ -19,12 +19,13 @@ from roostream.schema.schema import Schema
 from roostream.warehouse.archive import (
     MAX_PENDING_MS,
     DeadRecord,
+    check_has_schemas,
     progress_name,
     rows_by_day,
     sample_rows,
     sample_types,
 )
-from roostream.warehouse.archiver_program import METRICS, check_has_schemas, metrics_of, own_partitions
+from roostream.warehouse.archiver_program import METRICS, metrics_of, own_partitions
 from roostream.warehouse.config import ArchiverConfig
 from roostream.warehouse.parquet_file import FileRows
 from roostream.warehouse.record_columns import rebuild_records
@@ -242,6 +243,21 @@ def test_a_damaged_schema_file_stops_only_its_own_records_unless_the_warehouse_h
         assert count_offsets(location) == (EACH_ONCE if copied else Counter()) and len(dead) == (
             0 if copied else 80
         )
+
+
+def test_no_record_becomes_a_dead_letter_while_the_folder_of_schemas_is_away(tmp_path: Path) -> None:
+    memory = MemoryStore()
+    archiver, _, dead = make_archiver(tmp_path, RECORDS, memory=memory)
+    archiver.registry = open_registry(memory)
+    (name,) = memory.list("schemas")
+    away = memory.get(name)
+    memory.delete(name)
+    archiver.open()
+    with pytest.raises(UnavailableError, match="schemas"):
+        archiver.turn(0.0)
+    memory.put(name, away)
+    archiver.flush()
+    assert count_offsets(tmp_path) == EACH_ONCE and not dead
 
 
 def test_a_record_that_causes_an_internal_error_is_isolated_and_others_are_kept() -> None:

@@ -557,6 +557,18 @@ def test_a_compactor_creates_nothing_in_an_empty_mount_and_notices_another_wareh
         compactor.run_once(threading.Event())
 
 
+def test_a_compactor_that_starts_while_a_table_is_away_continues_when_it_is_back(tmp_path: Path) -> None:
+    location, away = tmp_path / "warehouse", tmp_path / "away"
+    archive(location, [*FIRST_DAY, *LATER_DAY])
+    (location / "corrections").rename(away)
+    compactor = make_compactor(location)
+    with pytest.raises(UnavailableError, match="corrections"):
+        compactor.run_once(threading.Event())
+    away.rename(location / "corrections")
+    compactor.run_once(threading.Event())
+    assert compactor.counts.seals
+
+
 def test_a_file_that_cannot_be_read_now_delays_only_its_day(tmp_path: Path) -> None:
     second = closed_on(rich_records(SCHEMA, 12, partition=0), 1, first_offset=50)
     last = closed_on(rich_records(SCHEMA, 3, partition=0), 4, first_offset=62)

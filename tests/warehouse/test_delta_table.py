@@ -17,7 +17,7 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.data_file import DataFile, new_path
 from roostream.warehouse.delta_table import MissingFilesError, ProgressStep, WarehouseTable
 from roostream.warehouse.version_pins import VersionPin, pin_version, pinned_versions
-from roostream.wire.columnar import ColumnType
+from roostream.wire.columnar import REQUEST, ColumnType
 from tests.runtime import s3_server
 from tests.warehouse.memory_table import data_file
 
@@ -111,6 +111,26 @@ def test_a_commit_whose_answer_was_lost_is_not_repeated(tmp_path: Path) -> None:
     table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
     after_retry = table.snapshot()
     assert after_retry.version == first.version and after_retry.files == (file,)
+
+
+def test_what_a_commit_writes_to_the_log_is_synced(tmp_path: Path) -> None:
+    """After a power failure, an entry that was not synced may be empty: its files and progress are gone. With
+    an empty checkpoint the table cannot be read."""
+    synced: list[str] = []
+
+    def fsync(handle: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+
+    table, log = WarehouseTable(tmp_path, "samples", fsync=fsync), tmp_path / "samples" / "_delta_log"
+    table.create()
+    assert {".", "samples", "samples/_delta_log"} <= {*synced}, "each folder is an entry of its parent"
+    table.widen({"ro__a": REQUEST["sample_id"]})
+    for number in range(20):
+        table.commit((), progress={"samples/t/0": ProgressStep(number or None, number + 1)})
+        assert synced[-1] == "samples/_delta_log", "the folder is synced after its files"
+    written = {path.name for path in log.iterdir() if path.suffix in (".json", ".parquet")}
+    assert {f"{19:020d}.checkpoint.parquet", f"{21:020d}.json"} <= written
+    assert written <= {os.path.basename(path) for path in synced}
 
 
 def test_of_two_replacements_of_the_same_files_one_is_committed(location: str) -> None:

@@ -105,7 +105,7 @@ class TrainingParts:
         register(self.store, self.schema)
         self.identity = DeploymentIdentity(
             schema=self.schema,
-            registry=open_registry(self.store),
+            registry=open_registry(self.store, own=self.schema),
             kafka={},
             num_shards=config.num_owners,
             num_buckets=NUM_BUCKETS,

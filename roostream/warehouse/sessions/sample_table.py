@@ -57,9 +57,9 @@ class SampleTable:
         `topics`: name → id of the topics that are read after the session; empty if no stream follows.
 
         Raises:
-            UnavailableError: the table cannot be read now. CheckpointError: there is no table, or it is
-            damaged, or a part of the rows after `begins` was retired. ConfigError: its rows came from other
-            topics, whose offsets mean nothing here.
+            UnavailableError: the table cannot be read now. CheckpointError: there is no table, or none of the
+            corrections that `wanted` needs, or it is damaged, or a part of the rows after `begins` was
+            retired. ConfigError: its rows came from other topics, whose offsets mean nothing here.
         """
         found, begins = self.warehouse.samples.snapshot(), dict(begins or {})
         from_offsets = {number: at for (topic, number), at in begins.items() if topic == SAMPLES}
@@ -69,9 +69,8 @@ class SampleTable:
         )
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
         self._check_not_retired(found, spec, session)
-        ends, corrections = self._ends(found, topics), None
-        if wanted.labels == "latest" and self.warehouse.corrections.exists():
-            corrections = self.warehouse.corrections.snapshot()
+        ends = self._ends(found, topics)
+        corrections = self.warehouse.corrections.snapshot() if wanted.labels == "latest" else None
         if corrections is not None and topics:
             ends |= _archived_progress(corrections, CORRECTIONS, topics, found)
         if not session.order.splits and not ends:

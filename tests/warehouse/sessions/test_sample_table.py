@@ -22,6 +22,7 @@ from roostream.warehouse.sessions.sample_table import SampleTable
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows
 from roostream.warehouse.version_pins import pinned_versions
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import FlatColumn, column_types, columns_of
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
@@ -35,8 +36,8 @@ def archive(location: Path, records: list[Record], topic: str = "topic-1") -> No
     """Append the records to the table, with one file for each partition."""
     store, schema = open_store(str(location)), samples.schema()
     register(store, schema)
+    Warehouse(location).create()
     table = WarehouseTable(str(location), "samples")
-    table.create()
     for partition in sorted({record.partition for record in records}):
         partition_records = [record for record in records if record.partition == partition]
         batch, _ = Decoder(schema, {}.get).decode(partition_records)
@@ -263,8 +264,17 @@ def test_a_session_over_partly_retired_rows_is_rejected(
 def test_an_empty_table_has_no_session_and_a_missing_table_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         SampleTable(str(tmp_path)).newest(SPEC, TOPICS)
-    WarehouseTable(str(tmp_path), "samples").create()
+    Warehouse(tmp_path).create()
     assert SampleTable(str(tmp_path)).newest(SPEC, TOPICS) is None
+
+
+def test_a_session_with_latest_labels_needs_the_table_of_corrections(tmp_path: Path) -> None:
+    archive(tmp_path, samples.records([1, 3]))
+    (tmp_path / "corrections").rename(tmp_path / "away")
+    table = SampleTable(str(tmp_path))
+    with pytest.raises(CheckpointError, match="corrections"):
+        table.newest(SPEC, TOPICS)
+    assert table.newest(dataclasses.replace(SPEC, labels="as_streamed"), TOPICS) is not None
 
 
 def test_a_table_with_other_rows_is_rejected(tmp_path: Path) -> None:

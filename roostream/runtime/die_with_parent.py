@@ -2,8 +2,9 @@
 ends.
 
 The Linux request (prctl) survives exec, so it works for a JVM as for our programs. It is tied to the thread
-that started this process: the supervisor starts every child from one thread that outlives all children. This
-file is a script that runs before anything of the project can be imported.
+that started this process, which must outlive it: the supervisor starts every child from one thread, and the
+joiner waits for Flink's client. This file is a script that runs before anything of the project can be
+imported.
 """
 
 import ctypes
