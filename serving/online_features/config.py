@@ -19,6 +19,9 @@ class FeaturesConfig(RedisSettings, Deployment):
     num_updaters: int = setting(
         1, "updaters of this deployment; partition p belongs to number p mod num_updaters", ge=1, le=64
     )
+    replace_other_cluster: bool = setting(
+        False, "delete online features that were counted from another Kafka cluster, and begin anew"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

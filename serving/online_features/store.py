@@ -48,7 +48,7 @@ import msgspec
 import numpy as np
 import redis
 
-from roostream.errors import UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.online.counters import LISTS, SEEN, Counters, Keys, shared_keys
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
 from roostream.runtime.redis_client import redis_errors
@@ -121,6 +121,8 @@ local known = redis.call('MGET', KEYS[1])[1] or '1'
 if tonumber(known) < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 """
 
+_DELETED = "deleted by "  # begins the field `cluster` while all states are deleted
+
 StoredState: TypeAlias = tuple[bytes, bytes, int]
 """Redis key, state, time to live in s."""
 UpdaterStates: TypeAlias = list[list[bytes | None]]
@@ -142,8 +144,12 @@ class FeatureStore:
         index: int = 0,
         num_updaters: int = 1,
         max_keys: int = MAX_KEYS,
+        replace_other_cluster: bool = False,
     ) -> None:
+        """`replace_other_cluster`: delete the states of another Kafka cluster, and begin with the events of
+        this one."""
         self.connection, self.url, self.max_keys = connection, url, max_keys
+        self.replace_other_cluster = replace_other_cluster
         self.index, self.num_updaters = index, num_updaters
         self.partitions = tuple(
             p for p in all_partitions(EVENTS, num_partitions) if p[1] % num_updaters == index
@@ -163,15 +169,25 @@ class FeatureStore:
 
     def offsets(self, cluster: str) -> Progress:
         """Next offsets of the owned partitions. Commits that were interrupted are completed first, also of
-        other updaters. Updater 0 deletes states from another Kafka cluster, because its offsets do not apply.
+        other updaters. States from another Kafka cluster are useless, because its offsets do not apply:
+        updater 0 deletes them if `replace_other_cluster`.
 
         Raises:
-            UnavailableError: Redis is away, or updater 0 has not deleted such states yet; call again.
+            UnavailableError: Redis is away, or updater 0 has not begun with this cluster yet; call again.
+            ConfigError: the states belong to another Kafka cluster. Nothing was changed.
         """
         with redis_errors(self.url):
-            self._raise_number(keys=[self._updaters], args=[self.num_updaters])
             found = self.connection.hgetall(self._at)
-            is_other = found.get(b"cluster") != cluster.encode()
+            stored = found.get(b"cluster", b"").decode("utf-8", "replace")
+            is_other = stored != cluster
+            is_in_use = bool(stored) and not stored.startswith(_DELETED)
+            if is_other and is_in_use and not self.index and not self.replace_other_cluster:
+                raise ConfigError(
+                    f"expected Kafka cluster {stored}, from whose events the online features in Redis at "
+                    f"{self.url} were counted, got cluster {cluster}; correct `bootstrap` or `redis`, set "
+                    "another `prefix`, or delete them by the setting replace_other_cluster = true"
+                )
+            self._raise_number(keys=[self._updaters], args=[self.num_updaters])
             pending = {field: token for field, token in found.items() if field.startswith(_PENDING) and token}
             if not is_other and not all(self._complete(*commit) for commit in pending.items()):
                 log.error(
@@ -309,7 +325,7 @@ class FeatureStore:
                 "with them, so it must run too"
             )
         # While `cluster` is this token, nobody commits. A process that begins later replaces the token.
-        token = f"deleted by {secrets.token_hex(8)}"
+        token = f"{_DELETED}{secrets.token_hex(8)}"
         self.connection.hset(self._at, "cluster", token)
         names = self.connection.scan_iter(match=_literal(self._prefix) + b"*", count=1000)
         states = (name for name in names if name not in (self._at, self._updaters))

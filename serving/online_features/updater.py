@@ -257,6 +257,7 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
         config.partitions,
         index=config.index,
         num_updaters=config.num_updaters,
+        replace_other_cluster=config.replace_other_cluster,
     )
     options = ConsumerOptions(
         partitions=store.partitions,

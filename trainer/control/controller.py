@@ -56,7 +56,11 @@ DEVICE_TIME_FILE = "control/spent"
 
 
 class _Urgent(Exception):
-    """The next effect does not wait until everything old is deleted."""
+    """The next effect does not wait until everything old is deleted, or another controller has taken over."""
+
+
+_PAUSED_S = 1.0
+"""A process that was paused for longer may have been replaced."""
 
 
 class BackfillEta:
@@ -441,9 +445,15 @@ class Controller:
             case Retire():
                 self._save_device_time()
                 text = "old checkpoints could not be deleted: %s; the next commit tries again"
+                checked_s = self.clock.monotonic_s()
 
                 def check() -> None:
+                    nonlocal checked_s
                     self._on_progress()
+                    if self.clock.monotonic_s() - checked_s > _PAUSED_S:
+                        if manifests.newest_incarnation(self.store) != self.coordinator.incarnation:
+                            raise _Urgent
+                        checked_s = self.clock.monotonic_s()
                     if self.coordinator.has_effects:
                         raise _Urgent
 

@@ -76,9 +76,12 @@ def open_updater(
     batch: int = 512,
     connection: Redis | None = None,
     max_keys: int = MAX_KEYS,
+    replace_other_cluster: bool = False,
 ) -> FeatureUpdater:
     connection = connection or redis_client.client(redis.url, timeout_s=5.0)
-    store = FeatureStore(connection, redis.url, prefix, max_keys=max_keys)
+    store = FeatureStore(
+        connection, redis.url, prefix, max_keys=max_keys, replace_other_cluster=replace_other_cluster
+    )
     updater = FeatureUpdater(Schema(), store, source, cluster, FeatureMetrics(CollectorRegistry()))
     updater.batch_records = batch
     updater.open()
@@ -301,7 +304,7 @@ def test_an_emptied_redis_is_rebuilt_from_the_first_event(redis: RedisServer) ->
     assert_equal(updater.store, records)
 
 
-def test_another_kafka_cluster_starts_empty_and_keeps_other_prefixes(redis: RedisServer) -> None:
+def test_features_of_another_kafka_cluster_are_replaced_only_if_that_is_wanted(redis: RedisServer) -> None:
     old, other, new = (
         records_of(events(30, seed=1)),
         records_of(events(30, seed=2)),
@@ -310,7 +313,10 @@ def test_another_kafka_cluster_starts_empty_and_keeps_other_prefixes(redis: Redi
     drain(open_updater(redis, MemoryEvents(old)))
     other_prefix = open_updater(redis, MemoryEvents(other), prefix="ab[")
     drain(other_prefix)
-    updater = open_updater(redis, MemoryEvents(new), cluster="c2")
+    with pytest.raises(ConfigError, match=r"expected Kafka cluster c1, .*got cluster c2; .*another `prefix`"):
+        open_updater(redis, MemoryEvents(new), cluster="c2")
+    assert_equal(open_updater(redis, MemoryEvents([])).store, old)
+    updater = open_updater(redis, MemoryEvents(new), cluster="c2", replace_other_cluster=True)
     drain(updater)
     assert_equal(updater.store, new)
     assert_equal(other_prefix.store, other)

@@ -85,6 +85,21 @@ def test_a_controller_that_deletes_many_old_commits_stays_alive() -> None:
     assert len(reasons) > 60 and set(reasons) == {""}
 
 
+def test_a_controller_that_was_paused_while_it_deleted_stops_once_another_one_has_taken_over() -> None:
+    """Meanwhile a rollback may have made a commit the newest that this controller is about to delete."""
+    fleet, left = SlowFleet(), list[int]()
+
+    def take_over() -> None:
+        left.append(len(fleet.store.list(manifests.MANIFESTS)))
+        if len(left) == 45:
+            manifests.claim_incarnation(fleet.store, 0)
+
+    fleet.on_call = take_over
+    with pytest.raises(FencedError):
+        fleet.controller.turn()
+    assert len(fleet.store.list(manifests.MANIFESTS)) == left[44] - 1 > 11
+
+
 def test_the_deletion_of_many_old_commits_does_not_delay_the_next_effect() -> None:
     fleet, calls = SlowFleet(), list[int]()
 
