@@ -6,7 +6,7 @@ twice. Time is the sample's close time. A window ends at the worker's watermark;
 ahead of it are in no window.
 
 A cell has a fixed size (1.1 kB a task). Its AUC is that of scores rounded to 64 steps of log odds; `ne` and
-`calibration` are exact.
+`calibration` are exact, and None for labels of an objective other than "event".
 
 Letters: R requests, B candidates, C cells, E entries (candidate × cell), T tasks, H histogram steps.
 """
@@ -63,6 +63,7 @@ class WindowedMetrics:
         score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
         time_ms_B = batch.close_ms_R[batch.request_index_B[kept_B]]
         counted = _CountedCandidates(partitions.tolist(), partition_B, time_ms_B, watermark_ms)
+        is_event_T = np.array(batch.schema.amount_scales) == 0
         families = [counted.of(what) for what in (*WINDOWS_MS, ALL)]
         for slicer in self.build_slicers:
             number_B, names = slicer.values(batch)
@@ -70,12 +71,12 @@ class WindowedMetrics:
             families += [
                 counted.of(what, slicer.name, number_B[kept_B], reports) for what in (SLICE_WINDOW, ALL)
             ]
-        self._add(families, CandidateLosses(score, label, weight, base_BT))
+        self._add(families, CandidateLosses(score, label, weight, base_BT, is_event_T))
         if shadow_BT is not None:
             for name, scores in ((SHADOW, shadow_BT[kept_B]), (LIVE, score)):
                 zero_B, only = np.zeros(len(kept_B), dtype=np.int64), [name]
                 pair = [counted.of(what, _FROZEN, zero_B, only) for what in (SLICE_WINDOW, ALL)]
-                self._add(pair, CandidateLosses(scores, label, weight, base_BT))
+                self._add(pair, CandidateLosses(scores, label, weight, base_BT, is_event_T))
 
     def report(self, watermark_ms: int) -> dict[str, Any]:
         """`windows` {window: {task: numbers}}, `slices` {slice: {value: {window: {task: numbers}}}}, and with
@@ -292,10 +293,17 @@ class CandidateLosses:
     """What each candidate adds to a cell; computed once a batch, whatever the number of its cells."""
 
     def __init__(
-        self, score_BT: np.ndarray, label_BT: np.ndarray, weight_BT: np.ndarray, base_BT: np.ndarray
+        self,
+        score_BT: np.ndarray,
+        label_BT: np.ndarray,
+        weight_BT: np.ndarray,
+        base_BT: np.ndarray,
+        is_event_T: np.ndarray | None = None,
     ) -> None:
-        """`base_BT`: prediction of a predictor that knows only base rates."""
+        """`base_BT`: prediction of a predictor that knows only base rates. `is_event_T`: False for tasks
+        whose scores are no probabilities; None = all are."""
         weight_TB = weight_BT.T.astype(np.float64)
+        loss_weight_TB = weight_TB if is_event_T is None else weight_TB * is_event_T[:, None]
         clipped_TB = np.clip(score_BT.T.astype(np.float64), _EPSILON, 1 - _EPSILON)
         is_positive_TB = label_BT.T > 0
         odds_TB = np.log(clipped_TB / (1 - clipped_TB))
@@ -305,9 +313,9 @@ class CandidateLosses:
             (weight_TB > 0).astype(np.float64),
             weight_TB,
             np.where(is_positive_TB, weight_TB, 0.0),
-            weight_TB * clipped_TB,
-            -weight_TB * np.log(np.where(is_positive_TB, clipped_TB, 1 - clipped_TB)),
-            -weight_TB * np.log(np.where(is_positive_TB, base_BT.T, 1 - base_BT.T)),
+            loss_weight_TB * clipped_TB,
+            -loss_weight_TB * np.log(np.where(is_positive_TB, clipped_TB, 1 - clipped_TB)),
+            -loss_weight_TB * np.log(np.where(is_positive_TB, base_BT.T, 1 - base_BT.T)),
         )
         self.sums_TSB = np.stack(columns, axis=1)
 
@@ -338,14 +346,14 @@ def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
 
 def _from_sums(sums: list[float]) -> dict[str, Any]:
     """`ne` is relative to the base rate of the same candidates, `ne_online` to the rate known before each of
-    them."""
+    them. Log loss and predictions are 0 only for scores that are no probabilities."""
     candidates, weight, positive, predicted, log_loss, base_log_loss = sums
     base_rate = ratio(positive, weight)
     return {
         "candidates": int(candidates),
         "base_rate": base_rate,
-        "ne": normalized_entropy(log_loss, weight, base_rate),
+        "ne": normalized_entropy(log_loss, weight, base_rate) if log_loss else None,
         "ne_online": ratio(log_loss, base_log_loss),
-        "calibration": ratio(predicted, positive),
+        "calibration": ratio(predicted, positive) if predicted else None,
         "sums": sums,
     }

@@ -257,6 +257,21 @@ def test_undefined_numbers_are_none(labels: float) -> None:
     assert (report["calibration"] is None) == (labels == 0)
 
 
+def test_scores_that_are_no_probabilities_have_no_entropy_or_calibration() -> None:
+    score_BT, label_BT, weight_BT = random_outcomes(200)
+    cells = MetricCells(("click", "seconds"))
+    cell_B = np.full(200, cells.number_of(("a",)))
+    is_event_T = np.array([True, False])
+    losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5), is_event_T)
+    cells.add(cell_B, losses, np.arange(200))
+    report = cells.report([("a",)])
+    names = ("ne", "ne_online", "calibration")
+    assert [report["seconds"][name] for name in names] == [None] * 3 and report["seconds"]["auc"]
+    assert all(report["click"][name] for name in names)
+    merged = merge_cell_reports([report["seconds"], report["seconds"]])
+    assert [merged[name] for name in names] == [None] * 3 and merged["base_rate"]
+
+
 def test_cells_add_up_and_can_be_saved_loaded_and_dropped() -> None:
     cells = MetricCells(("click",))
     score_BT, label_BT, weight_BT = random_outcomes(300, tasks=1)
