@@ -194,38 +194,6 @@ def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_arc
     assert stored[7] == (records[7].key, records[7].value)
 
 
-def test_a_schema_with_two_features_for_one_column_stops_only_its_own_records(tmp_path: Path) -> None:
-    colliding = parse_schema(
-        """
-        name = "colliding"
-        [tables.item]
-        dim = 4
-        [[label]]
-        name = "click"
-        action = "click"
-        [[ro]]
-        name = "a"
-        kind = "sequence"
-        table = "item"
-        columns = { b = "time_ms" }
-        [[ro]]
-        name = "a__b"
-        """
-    )
-    records = [r for r in RECORDS if r.partition == 0]
-    records[4] = record_of(plain_sample(colliding, {}), 4)._replace(partition=0)
-    archiver, _, dead = make_archiver(tmp_path, records, [0])
-    known = archiver.registry
-    archiver.registry = lambda fingerprint: (
-        colliding if fingerprint == colliding.fingerprint else known(fingerprint)
-    )
-    archiver.open()
-    archiver.turn(0.0)
-    archiver.flush()
-    assert [(d.record.offset, d.reason) for d in dead] == [(4, "unknown_schema")] and "a__b" in dead[0].error
-    assert set(count_offsets(tmp_path)) == {(0, n) for n in range(40) if n != 4}
-
-
 def test_a_damaged_schema_file_stops_only_its_own_records_unless_the_warehouse_has_a_copy(
     tmp_path: Path,
 ) -> None:
