@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.topics import all_partitions
+from roostream.runtime.kafka.topics import MAX_SKEW_MS, all_partitions
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.feature_log.format import TOPICS, LogRecord
@@ -23,7 +23,8 @@ logger = logging.getLogger("roostream.serving.log")
 
 
 class InflightWatermark:
-    """Event time never goes back, and the watermark never overtakes a request in flight.
+    """The watermark never overtakes a request in flight, and event time does not go back. Only a clock that
+    goes back by more than MAX_SKEW_MS is followed: it was wrong, and topics refuse times so far ahead.
 
     Thread-safe. Call `open` before and `close` after each request; its log records carry the timestamp
     that `open` returned.
@@ -36,12 +37,12 @@ class InflightWatermark:
         self._open: Counter[int] = Counter()  # timestamps of requests in flight → number of requests
 
     def open(self) -> int:
-        """Return the current time in ms. If the wall clock goes back, the last timestamp is repeated until
-        the clock has caught up."""
+        """Return the current time in ms. If the wall clock goes back a little, the last timestamp is repeated
+        until the clock has caught up."""
         with self._lock:
-            self._last_ms = max(self._last_ms, self.clock.now_ms())
-            self._open[self._last_ms] += 1
-            return self._last_ms
+            stamp_ms = self._now_ms()
+            self._open[stamp_ms] += 1
+            return stamp_ms
 
     def close(self, stamp_ms: int) -> None:
         """The request is logged, or will never be."""
@@ -53,8 +54,13 @@ class InflightWatermark:
     def horizon_ms(self) -> int:
         """Return the watermark: no record with an older timestamp will be logged."""
         with self._lock:
-            self._last_ms = max(self._last_ms, self.clock.now_ms())
-            return min(self._open, default=self._last_ms)
+            return min((self._now_ms(), *self._open))
+
+    def _now_ms(self) -> int:
+        now_ms = self.clock.now_ms()
+        if not self._last_ms - MAX_SKEW_MS <= now_ms <= self._last_ms:
+            self._last_ms = now_ms
+        return self._last_ms
 
 
 def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_partitions: int) -> None:
