@@ -125,8 +125,8 @@ class KafkaDeadLetters:
             )
         if refused:
             raise UnavailableError(
-                f"Kafka refused a dead letter: {refused[0].str()}; check the topic {self._topic}, and the clock of "
-                "this machine"
+                f"Kafka refused a dead letter: {refused[0].str()}; check the topic {self._topic}, and this "
+                "machine's clock"
             )
 
 
