@@ -7,7 +7,7 @@
   new sink. The joiner drops the duplicates.
 4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects
   whole batches, so all pending records are sent again one by one; the one that is rejected alone is counted
-  and skipped. Only a time of the last hour is not skipped: there the broker's clock is behind, and all wait.
+  and skipped. Only a time of the last ten minutes is not: there the broker's clock is behind, and all wait.
 
 `step` does a bounded amount of work; `run` is a thread that calls it.
 """
@@ -38,7 +38,7 @@ MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
 STUCK_S = 2.0  # at a stop: heartbeats wait only so long for an acknowledgment
 
-WAIT_FOR_CLOCK_MS = 3_600_000
+WAIT_FOR_CLOCK_MS = 600_000
 
 Outcome: TypeAlias = Literal["delivered", "refused", "refused_time", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
