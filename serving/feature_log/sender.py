@@ -39,6 +39,7 @@ POLL_S, IDLE_S = 0.02, 0.5
 STUCK_S = 2.0  # at a stop: heartbeats wait only so long for an acknowledgment
 
 WAIT_FOR_CLOCK_MS = 600_000
+"""Age up to which a record waits although the broker refuses its time."""
 
 Outcome: TypeAlias = Literal["delivered", "refused", "refused_time", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
