@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.topics import MAX_SKEW_MS, all_partitions
+from roostream.runtime.kafka.topics import all_partitions
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.feature_log.format import TOPICS, LogRecord
@@ -23,8 +23,7 @@ logger = logging.getLogger("roostream.serving.log")
 
 
 class InflightWatermark:
-    """The watermark never overtakes a request in flight, and event time does not go back. Only a clock that
-    goes back by more than MAX_SKEW_MS is followed: it was wrong, and topics refuse times so far ahead.
+    """The watermark never overtakes a request in flight, and event time goes back only in `follow_clock`.
 
     Thread-safe. Call `open` before and `close` after each request; its log records carry the timestamp
     that `open` returned.
@@ -37,8 +36,8 @@ class InflightWatermark:
         self._open: Counter[int] = Counter()  # timestamps of requests in flight → number of requests
 
     def open(self) -> int:
-        """Return the current time in ms. If the wall clock goes back a little, the last timestamp is repeated
-        until the clock has caught up."""
+        """Return the current time in ms. If the wall clock goes back, the last timestamp is repeated until
+        the clock has caught up."""
         with self._lock:
             stamp_ms = self._now_ms()
             self._open[stamp_ms] += 1
@@ -56,10 +55,14 @@ class InflightWatermark:
         with self._lock:
             return min((self._now_ms(), *self._open))
 
+    def follow_clock(self) -> None:
+        """Call when Kafka refuses a time that this clock has not reached: the clock was ahead before it went
+        back. Event time goes back to it; otherwise all events would be refused until it has caught up."""
+        with self._lock:
+            self._last_ms = self.clock.now_ms()
+
     def _now_ms(self) -> int:
-        now_ms = self.clock.now_ms()
-        if not self._last_ms - MAX_SKEW_MS <= now_ms <= self._last_ms:
-            self._last_ms = now_ms
+        self._last_ms = max(self._last_ms, self.clock.now_ms())
         return self._last_ms
 
 

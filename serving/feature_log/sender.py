@@ -111,9 +111,15 @@ class LogSender:
     """Owns the log's cursor. Not thread-safe: call all methods from one thread."""
 
     def __init__(
-        self, log: FeatureLog, open_sink: Callable[[], KafkaSink], backoff: Backoff | None = None
+        self,
+        log: FeatureLog,
+        open_sink: Callable[[], KafkaSink],
+        backoff: Backoff | None = None,
+        on_future_time: Callable[[], None] = lambda: None,
     ) -> None:
-        self.log, self.open_sink = log, open_sink
+        """`on_future_time` is called when a record is skipped whose time this machine's clock has not
+        reached."""
+        self.log, self.open_sink, self.on_future_time = log, open_sink, on_future_time
         self.num_sent = self.num_refused = self.num_damaged = 0
         self._backoff = backoff or Backoff(what="Kafka (feature log)")
         self._sink: KafkaSink | None = None
@@ -242,6 +248,8 @@ class LogSender:
             outcome, error = "failed", f"{error}: compare the clocks of the broker and of this machine"
         elif outcome != "failed":
             self.num_refused += 1
+            if outcome == "refused_time" and self._age_ms() < 0:
+                self.on_future_time()
             log.error(
                 "Kafka rejects record %d of the feature log: %s; skipped",
                 self._pending[0].after.sequence - 1,

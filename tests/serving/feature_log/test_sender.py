@@ -18,6 +18,7 @@ from serving.feature_log import sender as log_sender
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender, Outcome
+from serving.heartbeat import InflightWatermark
 from tests.serving.serving_fakes import FakeSink
 
 
@@ -165,12 +166,20 @@ def test_a_record_from_the_future_does_not_hold_up_those_of_its_batch(feature_lo
             self.plan = lambda _: "refused_time" if is_refused else "delivered"
             super().poll(timeout_s)
 
-    sender = LogSender(feature_log, lambda: Batches(delivered), Backoff(what="Kafka", clock=clock))
+    watermark = InflightWatermark(clock)
+    clock.jump(86_400_000)
+    watermark.close(watermark.open())
+    clock.jump(-86_400_000)
+    backoff = Backoff(what="Kafka", clock=clock)
+    sender = LogSender(
+        feature_log, lambda: Batches(delivered), backoff, on_future_time=watermark.follow_clock
+    )
     for record in (good, wrong, good):
         feature_log.append(record)
     for _ in range(12):
         sender.step()
     assert delivered == [good, good] and sender.num_refused == 1 and sender.idle
+    assert watermark.open() == clock.now_ms(), "the clock was ahead, so later events have its time now"
 
 
 def test_a_record_in_flight_is_not_skipped_when_kafka_rejects_a_later_one(feature_log: FeatureLog) -> None:
