@@ -14,6 +14,7 @@ from roostream.errors import CheckpointError
 from roostream.runtime.checkpoint_store import CheckpointStore
 
 _FOLDER = "pins"
+_FIRST_SEEN_MS = 86_400_000  # clocks that are further apart matter only if a compactor starts meanwhile
 log = logging.getLogger("roostream.warehouse")
 
 
@@ -42,8 +43,8 @@ def pinned_versions(
     """The versions of a table that are pinned now. Expired pins are deleted, and so are objects that are no
     pins.
 
-    `known`: the pins that earlier calls found, empty at first; it is updated. A pin that is not in it was
-    renewed since, so it has not expired.
+    `known`: the pins that earlier calls found, empty at first; it is updated. A pin that has changed since was
+    renewed, so it holds. One that is new to the caller holds until a day after its time.
 
     Raises:
         UnavailableError: the store cannot be read; then no version may be considered free.
@@ -56,7 +57,9 @@ def pinned_versions(
             data = store.get(name)
             body = json.loads(data)
             version, until_ms = int(body["version"]), int(body["until_ms"])
-            is_renewed = known is not None and known.get(name) != data
+            is_renewed = known is not None and (
+                known[name] != data if name in known else now_ms - until_ms < _FIRST_SEEN_MS
+            )
         except CheckpointError:  # just deleted
             continue
         except (ValueError, KeyError, TypeError, OverflowError):

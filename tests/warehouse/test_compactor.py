@@ -612,3 +612,6 @@ def test_a_pin_that_its_reader_renews_holds_although_the_reader_has_a_slow_clock
         assert store.list("pins") == ["pins/samples.reader"]
     compactor.vacuum()
     assert store.list("pins") == [], "its reader has ended"
+    pin_version(store, "gone", VersionPin("samples", 1, now_ms - 2 * DAY_MS))
+    make_compactor(tmp_path).vacuum()
+    assert store.list("pins") == [], "no compactor needs to run until its second vacuum"
