@@ -43,8 +43,8 @@ def pinned_versions(
     """The versions of a table that are pinned now. Expired pins are deleted, and so are objects that are no
     pins.
 
-    `known`: the pins that earlier calls found, empty at first; it is updated. A pin that has changed since was
-    renewed, so it holds. One that is new to the caller holds until a day after its time.
+    `known`: the pins that earlier calls found, empty at first; it is updated. A pin that has changed since
+    was renewed, so it holds. One that is new to the caller holds until a day after its time.
 
     Raises:
         UnavailableError: the store cannot be read; then no version may be considered free.
@@ -60,6 +60,8 @@ def pinned_versions(
             is_renewed = known is not None and (
                 known[name] != data if name in known else now_ms - until_ms < _FIRST_SEEN_MS
             )
+            if known is not None:
+                known[name] = data
         except CheckpointError:  # just deleted
             continue
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -67,8 +69,6 @@ def pinned_versions(
             until_ms, is_renewed = 0, False
         if until_ms > now_ms or is_renewed:
             found.add(version)
-            if known is not None:
-                known[name] = data
         else:
             store.delete(name)
     return found
