@@ -320,13 +320,14 @@ class Join:
     ) -> tuple[str, str] | None:
         """(reason, error) of the dead letter; None: the impression is accepted if it is not too large."""
         page, rules, state = event.page, self.rules, step.state
+        is_old = page.time_ms + rules.late_horizon_ms <= step.watermark_ms
+        if is_old and (request is None or request.phase <= OPEN):
+            behind_ms = step.watermark_ms - page.time_ms
+            return (
+                "too_late",
+                f"arrived {behind_ms} ms behind the watermark: its request may have been emitted",
+            )
         if request is None or request.phase == WAITING:
-            if page.time_ms + rules.late_horizon_ms <= step.watermark_ms:
-                behind_ms = step.watermark_ms - page.time_ms
-                return (
-                    "too_late",
-                    f"arrived {behind_ms} ms behind the watermark: its request may have been emitted",
-                )
             counts = state.counts
             if counts.num_open >= rules.max_open_requests:
                 error = "open requests of the user have reached max_open_requests"

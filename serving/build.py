@@ -140,7 +140,11 @@ def build_process(
     warm_up = WarmUp(recent, rows, lambda: versions.served.version, idle_gate, config.warm_up_requests)
     process = ServingProcess(
         context=context,
-        sender=LogSender(feature_log, lambda: KafkaSink.open(config.broker, config.prefix)),
+        sender=LogSender(
+            feature_log,
+            lambda: KafkaSink.open(config.broker, config.prefix),
+            on_future_time=context.watermark.follow_clock,
+        ),
         version_follower=VersionFollower(
             store,
             schema,

@@ -23,7 +23,7 @@ logger = logging.getLogger("roostream.serving.log")
 
 
 class InflightWatermark:
-    """Event time never goes back, and the watermark never overtakes a request in flight.
+    """The watermark never overtakes a request in flight, and event time goes back only in `follow_clock`.
 
     Thread-safe. Call `open` before and `close` after each request; its log records carry the timestamp
     that `open` returned.
@@ -39,9 +39,9 @@ class InflightWatermark:
         """Return the current time in ms. If the wall clock goes back, the last timestamp is repeated until
         the clock has caught up."""
         with self._lock:
-            self._last_ms = max(self._last_ms, self.clock.now_ms())
-            self._open[self._last_ms] += 1
-            return self._last_ms
+            stamp_ms = self._now_ms()
+            self._open[stamp_ms] += 1
+            return stamp_ms
 
     def close(self, stamp_ms: int) -> None:
         """The request is logged, or will never be."""
@@ -53,8 +53,17 @@ class InflightWatermark:
     def horizon_ms(self) -> int:
         """Return the watermark: no record with an older timestamp will be logged."""
         with self._lock:
-            self._last_ms = max(self._last_ms, self.clock.now_ms())
-            return min(self._open, default=self._last_ms)
+            return min((self._now_ms(), *self._open))
+
+    def follow_clock(self) -> None:
+        """Call when Kafka refuses a time that this clock has not reached: the clock was ahead before it went
+        back. Event time goes back to it; otherwise all events would be refused until it has caught up."""
+        with self._lock:
+            self._last_ms = self.clock.now_ms()
+
+    def _now_ms(self) -> int:
+        self._last_ms = max(self._last_ms, self.clock.now_ms())
+        return self._last_ms
 
 
 def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_partitions: int) -> None:

@@ -196,4 +196,4 @@ def chunk_freshness(chunk: Chunk, new_R: np.ndarray, now_ms: int) -> Iterator[tu
     to_readable_ms = chunk.read_ms - int(close_ms_R.min())
     if 0 <= to_readable_ms < _SANE_MS:
         yield "close_to_readable", float(to_readable_ms)
-        yield "readable_to_trained", float(now_ms - chunk.read_ms)
+        yield "readable_to_trained", float(max(now_ms - chunk.read_ms, 0))

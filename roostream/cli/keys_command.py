@@ -111,7 +111,7 @@ def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) 
         old = _named(keys, name)
         valid = [key for key in old if not 0 < key.expires_s <= now_s] or old[-1:]
         scopes = dict.fromkeys(scope for key in valid for scope in key.scopes)
-        newest = max(valid, key=lambda key: key.created_s)
+        newest = valid[-1]  # the file has them in order
         lifetime_s = expires_ms // 1000 if expires_ms else newest.expires_s - newest.created_s
         text, key = new_key(newest.name, scopes, now_s, now_s + lifetime_s if lifetime_s > 0 else 0)
         aged = [

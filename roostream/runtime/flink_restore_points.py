@@ -8,6 +8,8 @@ failure it may be empty, and the point is not used.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -21,7 +23,8 @@ def delete_old_restore_points(flink: Path, keep: int = 2) -> list[Path]:
     """Delete all savepoints and checkpoints but the `keep` newest restore points; returns the deleted
     folders.
 
-    Call before a job is submitted: Flink owns the folder of a running job.
+    Call before a job is submitted: Flink owns the folder of a running job. The times of those that stay are
+    set to 1970, in their order, so that what the job writes is newer, even if the clock was set back.
     """
     points = sorted(_restore_points(flink), key=_written_ns, reverse=True)
     kept = {_folder_to_delete(p) for p in points[:keep]}
@@ -31,6 +34,9 @@ def delete_old_restore_points(flink: Path, keep: int = 2) -> list[Path]:
     deleted = [p for p in folders if p not in kept]
     for path in deleted:
         shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for rank, point in enumerate(p for p in reversed(points) if _folder_to_delete(p) in kept):
+            os.utime(point / "_metadata", (rank, rank))
     return deleted
 
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+from confluent_kafka import KafkaError
 from prometheus_client import REGISTRY
 
 from roostream.errors import UnavailableError
@@ -79,7 +80,8 @@ class KafkaDeadLetters:
         """Send one dead letter per record and wait for the broker to acknowledge them.
 
         Raises:
-            UnavailableError: not all were acknowledged in time; sending them again is safe.
+            UnavailableError: not all were acknowledged in time, or Kafka refused one; sending them again is
+            safe.
         """
         try:
             self._send(dead)
@@ -88,6 +90,12 @@ class KafkaDeadLetters:
             raise
 
     def _send(self, dead: Sequence[DeadRecord]) -> None:
+        refused: list[KafkaError] = []
+
+        def delivered(error: KafkaError | None, message: object) -> None:
+            if error is not None:
+                refused.append(error)
+
         for record, reason, error in dead:
             where = f"{record.topic}-{record.partition} offset {record.offset}"
             text = "%s goes to the dead letters: %s (%s)"
@@ -107,12 +115,18 @@ class KafkaDeadLetters:
                 key=record.offset.to_bytes(8, "little", signed=True),
                 value=wire.encode(wire.DEAD_LETTER, letter),
                 timestamp_ms=self._clock.now_ms(),
+                on_delivery=delivered,
                 give_up=lambda: True,  # at once if the queue is full
             )
         if left := clients.flush(self._producer, _DEAD_LETTERS_TIMEOUT_S):
             raise UnavailableError(
                 f"expected {left} dead letters to be acknowledged within {_DEAD_LETTERS_TIMEOUT_S:g} s, got "
                 "none; retrying"
+            )
+        if refused:
+            raise UnavailableError(
+                f"Kafka refused a dead letter: {refused[0].str()}; check the topic {self._topic}, and this "
+                "machine's clock"
             )
 
 

@@ -321,6 +321,7 @@ class Compactor:
         self.counts = CompactCounts()
         self.num_due = 0
         self._next_vacuum_s = clock.monotonic_s()
+        self._pins: dict[str, bytes] = {}  # as the last vacuum found them
         self._table_ids: dict[str, str] = {}  # of the warehouse that was there at first
 
     def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
@@ -530,7 +531,7 @@ class Compactor:
         """
         deleted: list[str] = []
         for name, table in self.warehouse.tables.items():
-            held = pinned_versions(self.warehouse.store, name, self.clock.now_ms())
+            held = pinned_versions(self.warehouse.store, name, self.clock.now_ms(), self._pins)
             deleted += table.vacuum(self.config.vacuum_after_hours, held)
         self.counts.deleted += len(deleted)
         return deleted

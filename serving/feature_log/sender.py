@@ -7,7 +7,7 @@
   new sink. The joiner drops the duplicates.
 4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects
   whole batches, so all pending records are sent again one by one; the one that is rejected alone is counted
-  and skipped.
+  and skipped. Only a time of the last ten minutes is not: there the broker's clock is behind, and all wait.
 
 `step` does a bounded amount of work; `run` is a thread that calls it.
 """
@@ -38,16 +38,20 @@ MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
 STUCK_S = 2.0  # at a stop: heartbeats wait only so long for an acknowledgment
 
-Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
+WAIT_FOR_CLOCK_MS = 600_000
+"""Age up to which a record waits although the broker refuses its time."""
+
+Outcome: TypeAlias = Literal["delivered", "refused", "refused_time", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
-"""Called with (outcome, error text). `refused`: the record will never be accepted. `failed`: it may have been
-accepted; try again."""
+"""Called with (outcome, error text). `refused`: the record will never be accepted. `refused_time`: nor will
+it, unless the broker's clock is wrong. `failed`: it may have been accepted; try again."""
 
 
 # errors of the record itself: a retry would fail as well
-_REFUSED = frozenset(
-    (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_TIMESTAMP)
-) | {KafkaError.INVALID_RECORD, KafkaError.INVALID_MSG}
+_REFUSED = frozenset((KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)) | {
+    KafkaError.INVALID_RECORD,
+    KafkaError.INVALID_MSG,
+}
 
 
 class KafkaSink:
@@ -68,6 +72,8 @@ class KafkaSink:
         def on_delivery(error: KafkaError | None, _: Any) -> None:
             if error is None:
                 done("delivered", "")
+            elif error.code() == KafkaError.INVALID_TIMESTAMP:
+                done("refused_time", error.str())
             else:
                 done("refused" if error.code() in _REFUSED else "failed", error.str())
 
@@ -94,19 +100,26 @@ class KafkaSink:
 
 
 class _Pending:
-    __slots__ = ("after", "delivered", "size")
+    __slots__ = ("after", "delivered", "size", "time_ms")
 
-    def __init__(self, after: Cursor, size: int) -> None:
-        self.after, self.size, self.delivered = after, size, False
+    def __init__(self, after: Cursor, record: LogRecord | None) -> None:
+        self.after, self.delivered = after, False
+        self.size, self.time_ms = (0, 0) if record is None else (len(record.value), record.timestamp_ms)
 
 
 class LogSender:
     """Owns the log's cursor. Not thread-safe: call all methods from one thread."""
 
     def __init__(
-        self, log: FeatureLog, open_sink: Callable[[], KafkaSink], backoff: Backoff | None = None
+        self,
+        log: FeatureLog,
+        open_sink: Callable[[], KafkaSink],
+        backoff: Backoff | None = None,
+        on_future_time: Callable[[], None] = lambda: None,
     ) -> None:
-        self.log, self.open_sink = log, open_sink
+        """`on_future_time` is called when a record is skipped whose time this machine's clock has not
+        reached."""
+        self.log, self.open_sink, self.on_future_time = log, open_sink, on_future_time
         self.num_sent = self.num_refused = self.num_damaged = 0
         self._backoff = backoff or Backoff(what="Kafka (feature log)")
         self._sink: KafkaSink | None = None
@@ -195,7 +208,7 @@ class LogSender:
         return self.log.read(self._next, READ_BYTES)
 
     def _send(self, sink: KafkaSink, entry: LogEntry) -> None:
-        pending = _Pending(entry.after, 0 if entry.record is None else len(entry.record.value))
+        pending = _Pending(entry.after, entry.record)
         self._pending.append(pending)
         self._pending_bytes += pending.size
         self._next = entry.after
@@ -229,19 +242,26 @@ class LogSender:
         """Steps 3 and 4: replace the sink and read pending entries again."""
         assert self._trouble is not None
         (outcome, error), self._trouble = self._trouble, None
-        if outcome == "refused" and self._alone_until > self._pending[0].after.sequence - 1:
+        if outcome != "failed" and self._alone_until < self._pending[0].after.sequence:
+            self._alone_until = self._pending[-1].after.sequence
+        elif outcome == "refused_time" and 0 <= self._age_ms() <= WAIT_FOR_CLOCK_MS:
+            outcome, error = "failed", f"{error}: compare the clocks of the broker and of this machine"
+        elif outcome != "failed":
             self.num_refused += 1
+            if outcome == "refused_time" and self._age_ms() < 0:
+                self.on_future_time()
             log.error(
                 "Kafka rejects record %d of the feature log: %s; skipped",
                 self._pending[0].after.sequence - 1,
                 error,
             )
             self.log.acknowledge(self._pending[0].after)
-        elif outcome == "refused":
-            self._alone_until = self._pending[-1].after.sequence
         self.close()
         self._pending.clear()
         self._pending_bytes = 0
         self._next = self.log.cursor
         if outcome == "failed":
             self._backoff.wait(error, stop)
+
+    def _age_ms(self) -> int:
+        return self._backoff.clock.now_ms() - self._pending[0].time_ms

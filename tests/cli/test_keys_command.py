@@ -85,6 +85,18 @@ def test_rotation_gives_back_no_scope_of_an_expired_key_and_keeps_the_lifetime(t
     assert newest.expires_s - newest.created_s == 86400
 
 
+def test_rotation_keeps_the_lifetime_of_the_key_made_last_although_the_clock_was_set_back(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.json"
+    keys("new", "web", "--scope", "rank", file=file)
+    keys("rotate", "web", "--overlap", "1h", file=file)
+    old, new = read_keys(file)
+    write_keys(file, [old, dataclasses.replace(new, created_s=old.created_s - 60)])
+    keys("rotate", "web", file=file)
+    assert read_keys(file)[-1].expires_s == 0, "that of the old key ends with the overlap"
+
+
 def test_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     for name in ("web", "web", "scraper"):

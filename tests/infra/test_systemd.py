@@ -60,6 +60,12 @@ def test_a_unit_starts_its_program_with_time_to_stop(unit: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
+def test_a_program_starts_once_the_clock_is_right(unit: Path) -> None:
+    """Events with the time before the correction would be too late for the join, and so be lost."""
+    assert "time-sync.target" in read(unit)["After"][0].split()
+
+
+@pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
 def test_environment_variables_of_units_are_settings(unit: Path) -> None:
     unit_settings, program = read(unit), program_of(unit)
     words = [word.partition("=") for line in unit_settings["Environment"] for word in line.split()]

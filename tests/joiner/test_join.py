@@ -394,6 +394,15 @@ def test_an_impression_older_than_the_memory_of_requests_is_too_late() -> None:
     assert only(driver.send(impression(T + 1, request="s")), "samples").reason == "CLOSE_LATE"
 
 
+def test_a_page_older_than_the_memory_of_requests_does_not_become_the_first_page() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T + 5_000))
+    driver.advance_to(T + 5_001)
+    assert reasons(driver.send(impression(1, items=(8,)))) == ["too_late"]
+    sample = only(driver.advance_to(T + 5_100), "samples")
+    assert (sample.message.header.time_ms, sample.message.close_ms) == (T + 5_000, T + 5_100)
+
+
 def test_an_engagement_older_than_the_memory_of_requests_is_too_late() -> None:
     driver = Driver(rules())
     driver.advance_to(T + 1_000)

@@ -49,3 +49,15 @@ def test_a_restore_point_that_a_power_failure_emptied_is_not_used(tmp_path: Path
     assert newest_restore_point(tmp_path) == before
     delete_old_restore_points(tmp_path, keep=2)
     assert newest_restore_point(tmp_path) == before
+
+
+def test_a_job_after_the_clock_was_set_back_has_the_newest_restore_point(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        older = restore_point(tmp_path, f"checkpoints/job0/chk-{number}", 9000 + number)
+    old = restore_point(tmp_path, "savepoints/savepoint-a", 9900)
+    delete_old_restore_points(tmp_path)
+    assert newest_restore_point(tmp_path) == old
+    newest = restore_point(tmp_path, "checkpoints/job1/chk-2", 6300)
+    assert newest_restore_point(tmp_path) == newest
+    assert delete_old_restore_points(tmp_path) == [older.parent] and old.exists()
+    assert newest_restore_point(tmp_path) == newest

@@ -109,3 +109,22 @@ def test_dead_letters_of_the_archiver_are_sent_by_another_producer(opened: list[
         letters.send(letter_records)  # type: ignore[arg-type]
     letters.send(letter_records)  # type: ignore[arg-type]
     assert second.num_produced == 1 and not opened
+
+
+def test_a_dead_letter_of_the_archiver_that_kafka_refuses_is_sent_again(opened: list[Producer]) -> None:
+    """Its time is this machine's, and Kafka refuses it if this clock is far ahead."""
+
+    class RefusesFirst(Producer):
+        def produce(self, topic: str, *, on_delivery: Callable[..., None] | None = None, **_: Any) -> None:
+            self.num_produced += 1
+            refused = KafkaError(KafkaError.INVALID_TIMESTAMP) if self.num_produced == 1 else None
+            if on_delivery:
+                on_delivery(refused, DeliveredMessage())
+
+    opened += [RefusesFirst()]
+    config = ArchiverConfig(bootstrap="127.0.0.1:1", schema="s", store="s", warehouse="w")
+    letters = KafkaDeadLetters(config, FakeClock())
+    letter_records = [(Record("samples", 0, 5, 1, b"k", b"bad"), "undecodable", "why")]
+    with pytest.raises(UnavailableError, match="clock"):
+        letters.send(letter_records)  # type: ignore[arg-type]
+    letters.send(letter_records)  # type: ignore[arg-type]

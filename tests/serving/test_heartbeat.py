@@ -17,6 +17,8 @@ from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.heartbeat import InflightWatermark
 
+NOW_MS = 1_700_000_000_000
+
 
 @pytest.fixture
 def feature_log(tmp_path: Path) -> Iterator[FeatureLog]:
@@ -71,6 +73,21 @@ def test_a_clock_that_goes_back_repeats_the_last_time(feature_log: FeatureLog) -
     assert stamp == 5000 and watermark.horizon_ms() == 5000
     watermark.close(stamp)
     assert watermark.horizon_ms() == 5000
+
+
+def test_a_clock_that_was_ahead_is_followed_back_once_kafka_refuses_its_time(feature_log: FeatureLog) -> None:
+    clock = FakeClock(NOW_MS)
+    watermark = InflightWatermark(clock)
+    clock.jump(86_400_000)
+    ahead = watermark.open()
+    clock.jump(-86_400_000)
+    watermark.follow_clock()
+    stamp = watermark.open()
+    assert stamp == NOW_MS
+    watermark.close(stamp)
+    assert watermark.horizon_ms() == NOW_MS, "a request that is open since then does not move event time"
+    watermark.close(ahead)
+    assert watermark.horizon_ms() == NOW_MS
 
 
 def test_a_full_log_pauses_heartbeats_and_is_logged_once(

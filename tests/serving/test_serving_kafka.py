@@ -30,7 +30,7 @@ class FakeProducer:
 OUTCOMES = [
     (None, "delivered"),
     (KafkaError.MSG_SIZE_TOO_LARGE, "refused"),
-    (KafkaError.INVALID_TIMESTAMP, "refused"),
+    (KafkaError.INVALID_TIMESTAMP, "refused_time"),
     (KafkaError._MSG_TIMED_OUT, "failed"),  # noqa: SLF001
     (KafkaError._UNKNOWN_TOPIC, "failed"),  # noqa: SLF001
     (KafkaError._FATAL, "failed"),  # noqa: SLF001

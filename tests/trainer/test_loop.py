@@ -395,3 +395,17 @@ def test_a_commit_without_names_of_inputs_is_restored_if_the_schema_is_unchanged
     at = build(N12).train_all().loop.snapshot()
     old = without(without(at, INPUT_NAMES), COLUMN_NAMES)
     assert restored(old, "same").bits() == restored(at, "same").bits()
+
+
+def test_freshness_is_never_negative() -> None:
+    built = build(N12[:4])
+    built.clock.advance(6)
+    forward = built.loop.model.forward
+
+    def set_back(inputs: Inputs) -> torch.Tensor:
+        built.clock.jump(-3_600_000)
+        return forward(inputs)
+
+    built.loop.model.forward = set_back  # type: ignore[method-assign]
+    built.loop.step()
+    assert built.stages[-1] == ("readable_to_trained", 0.0), "a sum that falls looks like a restart"

@@ -39,6 +39,7 @@ from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read
 from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.sessions.sample_table import SampleTable
 from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.version_pins import VersionPin, pin_version
 from roostream.warehouse.warehouse import COLUMN_ORDER, Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -599,3 +600,18 @@ def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_pat
     assert compactor.vacuum() == []
     assert warehouse.samples.vacuum(0) == sorted(retired)
     assert not any((tmp_path / "samples" / path).exists() for path in retired)
+
+
+def test_a_pin_that_its_reader_renews_holds_although_the_reader_has_a_slow_clock(tmp_path: Path) -> None:
+    archive(tmp_path, FIRST_DAY)
+    compactor = make_compactor(tmp_path)
+    store, now_ms = compactor.warehouse.store, compactor.clock.now_ms()
+    for renewed_ms in (now_ms - 3_600_000, now_ms - 60_000):
+        pin_version(store, "reader", VersionPin("samples", 1, renewed_ms))
+        compactor.vacuum()
+        assert store.list("pins") == ["pins/samples.reader"]
+    compactor.vacuum()
+    assert store.list("pins") == [], "its reader has ended"
+    pin_version(store, "gone", VersionPin("samples", 1, now_ms - 2 * DAY_MS))
+    make_compactor(tmp_path).vacuum()
+    assert store.list("pins") == [], "no compactor needs to run until its second vacuum"

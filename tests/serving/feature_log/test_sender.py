@@ -18,6 +18,7 @@ from serving.feature_log import sender as log_sender
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender, Outcome
+from serving.heartbeat import InflightWatermark
 from tests.serving.serving_fakes import FakeSink
 
 
@@ -119,6 +120,66 @@ def test_a_record_that_kafka_rejects_is_counted_and_skipped_alone(
     )
     assert sender.num_refused == 2 and sender.idle
     assert "record 2 of the feature log" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "is_skipped"), [(0, False), (600_000, False), (600_001, True), (-1, True)]
+)
+def test_records_of_the_last_minutes_wait_for_a_broker_whose_clock_is_behind(
+    feature_log: FeatureLog, age_ms: int, is_skipped: bool
+) -> None:
+    delivered: list[LogRecord] = []
+    clock, is_behind = FakeClock(), True
+
+    def plan(_: LogRecord) -> Outcome:
+        return "refused_time" if is_behind else "delivered"
+
+    backoff = Backoff(what="Kafka", first_s=0.0, max_s=0.0, clock=clock)
+    sender = LogSender(feature_log, lambda: FakeSink(delivered, plan), backoff)
+    records = [
+        LogRecord("impressions", -1, clock.now_ms() - age_ms, b"userkey!", b"%d" % n) for n in range(3)
+    ]
+    for record in records:
+        feature_log.append(record)
+    for _ in range(12):
+        sender.step()
+    assert sender.num_refused == (3 if is_skipped else 0)
+    is_behind = False
+    for _ in range(12):
+        sender.step()
+    assert delivered == ([] if is_skipped else records) and sender.idle
+
+
+def test_a_record_from_the_future_does_not_hold_up_those_of_its_batch(feature_log: FeatureLog) -> None:
+    delivered: list[LogRecord] = []
+    clock = FakeClock()
+    good, wrong = (
+        LogRecord("impressions", -1, clock.now_ms() + ahead_ms, b"userkey!", b"v")
+        for ahead_ms in (0, 86_400_000)
+    )
+
+    class Batches(FakeSink):
+        """Refuses all that is queued if one record is from the future, as a broker does."""
+
+        def poll(self, timeout_s: float) -> None:
+            is_refused = any(record == wrong for record, _ in self.queue)
+            self.plan = lambda _: "refused_time" if is_refused else "delivered"
+            super().poll(timeout_s)
+
+    watermark = InflightWatermark(clock)
+    clock.jump(86_400_000)
+    watermark.close(watermark.open())
+    clock.jump(-86_400_000)
+    backoff = Backoff(what="Kafka", clock=clock)
+    sender = LogSender(
+        feature_log, lambda: Batches(delivered), backoff, on_future_time=watermark.follow_clock
+    )
+    for record in (good, wrong, good):
+        feature_log.append(record)
+    for _ in range(12):
+        sender.step()
+    assert delivered == [good, good] and sender.num_refused == 1 and sender.idle
+    assert watermark.open() == clock.now_ms(), "the clock was ahead, so later events have its time now"
 
 
 def test_a_record_in_flight_is_not_skipped_when_kafka_rejects_a_later_one(feature_log: FeatureLog) -> None:
