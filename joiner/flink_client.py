@@ -68,7 +68,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
         it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
-    fetch = _committed_offsets(config) if config.bootstrap else None
+    fetch = committed_by_job(config) if config.bootstrap else None
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if job:
         log.info("found the joiner's job, state %s; watching it", job["state"])
@@ -204,7 +204,7 @@ def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
     return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
 
 
-def _committed_offsets(config: JoinerConfig) -> FetchOffsets:
+def committed_by_job(config: JoinerConfig) -> FetchOffsets:
     """Of the consumer group to which the job's sources commit with each checkpoint."""
     options = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
     client = consumer(config.broker, f"{config.prefix}{JOB_NAME}")
