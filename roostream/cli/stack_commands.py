@@ -71,6 +71,7 @@ stack_options = with_options(
     _count("--max-readers", "max_readers", 0, "start up to this many readers while workers wait for data"),
     _count("--feature-updaters", "num_updaters", 1, "feature updaters, which share the partitions"),
     _count("--auditors", "num_auditors", 1, "auditors, which share the partitions"),
+    _count("--partitions", "partitions", 4, "partitions of each topic; `roostream topics grow` adds some"),
     _count("--task-managers", "num_task_managers", 1, "task managers of Flink"),
     click.option(
         "--port", "ports", multiple=True, metavar="NAME=PORT", help="use this port, such as serving=8080"
