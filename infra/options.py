@@ -171,6 +171,7 @@ _SAVED_FIELDS = (
     "num_shards",
     "num_workers",
     "serving_processes",
+    "num_archivers",
     "num_updaters",
     "num_auditors",
     "num_task_managers",

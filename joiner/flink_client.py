@@ -27,7 +27,7 @@ from roostream.errors import ConfigError, OtherVersionError, SetupError, Unavail
 from roostream.runtime import die_with_parent
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
+from roostream.runtime.flink_rest import ENDED, JOB_NAME, RULES_KEY, FlinkRest
 from roostream.runtime.flink_restore_points import newest_restore_point
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
@@ -68,11 +68,13 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
         it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
-    fetch = _committed_offsets(config) if config.bootstrap else None
+    fetch = committed_by_job(config) if config.bootstrap else None
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if job:
         log.info("found the joiner's job, state %s; watching it", job["state"])
         job_id = str(job["jid"])
+        if config.submits:
+            warn_of_other_rules(config, retry(rest, lambda: rest.parameter(job_id, RULES_KEY), stop))
     else:
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
         if fetch:
@@ -87,6 +89,19 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     recovery_s = _RECOVERY_S if high_availability else 0.0
     losses = RetentionLossCounter(fetch, "the joiner") if fetch else None
     watch(FlinkJob(rest, job_id, losses), metrics, health, stop, recovery_s=recovery_s)
+
+
+def warn_of_other_rules(config: JoinerConfig, text: str) -> None:
+    """Log which rules of the running job, as JSON in `text`, the settings have changed since; "" = unknown,
+    of an older job."""
+    now = json.loads(config.rules.text)
+    others = [f"{k} = {v}" for k, v in (json.loads(text) if text else {}).items() if now.get(k) != v]
+    if others:
+        log.warning(
+            "the running job still has %s, unlike the settings; to apply them, stop it with a savepoint, "
+            "from which the joiner starts the next one (docs/operations/day-two.md)",
+            ", ".join(others),
+        )
 
 
 def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
@@ -204,7 +219,7 @@ def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
     return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
 
 
-def _committed_offsets(config: JoinerConfig) -> FetchOffsets:
+def committed_by_job(config: JoinerConfig) -> FetchOffsets:
     """Of the consumer group to which the job's sources commit with each checkpoint."""
     options = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
     client = consumer(config.broker, f"{config.prefix}{JOB_NAME}")

@@ -41,7 +41,7 @@ from joiner.keyed_join import KeyedJoin
 from joiner.outputs import OUTPUTS, Output
 from joiner.state import GONE, VERSION, Engagement, Impression
 from roostream.errors import RoostreamError
-from roostream.runtime.flink_rest import JOB_NAME, output_counter
+from roostream.runtime.flink_rest import JOB_NAME, RULES_KEY, output_counter
 from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.topics import EVENTS, name_of
 from roostream.runtime.program import tune_garbage_collector
@@ -165,6 +165,7 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
     env = StreamExecutionEnvironment.get_execution_environment(settings)
     env.set_parallelism(config.parallelism).set_max_parallelism(MAX_PARALLELISM)
     env.enable_checkpointing(config.checkpoint_interval_ms)
+    env.get_config().set_global_job_parameters({RULES_KEY: config.rules.text})
     env.set_buffer_timeout(10)
     env.get_config().set_auto_watermark_interval(50)
     return env

@@ -86,14 +86,14 @@ class SnapshotStore:
     def write(self, data: bytes) -> None:
         """Durable before older snapshots, and what killed processes left, are deleted. Raises
         UnavailableError (disk full): the older ones stay."""
-        names = self._names()
+        names = self.names()
         number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
         self.store.put(f"snapshots/{number:08d}", data)
         for name in names[: 1 - _KEEP_SNAPSHOTS]:
             self.store.delete(name)
         self.store.sweep()
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         """The names of the snapshots, oldest first; other files of the directory are ignored."""
         names = self.store.list("snapshots")
         return [name for name in names if name.rsplit("/", 1)[1].isdecimal()]
@@ -105,7 +105,7 @@ class SnapshotStore:
             CheckpointError: there are snapshots, but none is readable.
             OtherVersionError: another version wrote the newest one.
         """
-        names = self._names()
+        names = self.names()
         for name in reversed(names):
             try:
                 engine.restore(self.store.get(name))

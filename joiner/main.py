@@ -3,15 +3,21 @@ job."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 from prometheus_client import REGISTRY
 
 from joiner.config import JoinerConfig
-from joiner.flink_client import run_flink
+from joiner.flink_client import FetchOffsets, committed_by_job, run_flink
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import OUTPUTS
+from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import metrics_server, program
+from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
+from roostream.runtime.flink_rest import JOB_NAME
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
@@ -38,11 +44,38 @@ def _run(config: JoinerConfig, stop: Stop) -> None:
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
     wait_for_store(lambda: register(store, schema), stop, health=health)
+    check_engine(config, lambda: committed_by_job(config), stop)
     metrics = JoinerMetrics(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, metrics, health, stop)
     else:
         run_flink(config, metrics, health, stop)
+
+
+def check_engine(config: JoinerConfig, connect: Callable[[], FetchOffsets], stop: threading.Event) -> None:
+    """Check that the state of the join is not that of the other engine. `connect` opens the function that
+    returns what a Flink job has committed to Kafka, which is retried while Kafka is away.
+
+    Raises:
+        ConfigError: it is, so that this engine would join all events again.
+        UnavailableError: `stop` was set.
+    """
+    from joiner.local_runner import SnapshotStore
+
+    if config.home and SnapshotStore(open_store(config.home)).names():
+        if config.engine == "flink":
+            raise ConfigError(
+                f"expected engine = 'local', whose snapshots are in {config.home}, got 'flink', which would "
+                "join all events again; set it back, or delete the snapshots if that is wanted"
+            )
+    elif config.engine == "local":
+        offsets = Backoff(what="the joiner's offsets in Kafka").until(connect(), (UnavailableError,), stop)
+        if any(offset.next >= 0 for offset in offsets.values()):
+            raise ConfigError(
+                "expected engine = 'flink', whose job has committed its offsets to Kafka, got 'local' "
+                f"without a snapshot in {config.home}, which would join all events again; set it back, or "
+                f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka if that is wanted"
+            )
 
 
 def run_local(

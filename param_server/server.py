@@ -100,6 +100,7 @@ class Shard:
         """`uploads`: copy every segment to the checkpoint store before its commit. `copies`: how copies are
         written and read; None = in `store`, with the usual sizes."""
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
+        self._keep_commits = segments.keep  # the controller may ask for more
         self.copies, self.uploads = copies or SegmentCopies(store, identity.index), uploads
         self.tables = build_tables(identity, eviction)
         self.owners, self.buckets = identity.first_owners, identity.first_owners.buckets_of(identity.index)
@@ -405,6 +406,7 @@ class Shard:
         kind, incarnation = command.get("kind"), int(command.get("incarnation", 0))
         if kind == "restore":
             name, store_id = str(command.get("manifest", "")), str(command.get("store", ""))
+            self.segments.keep = max(self._keep_commits, int(command.get("keep_commits", 0)))
             return self.restore(incarnation, name, store_id)
         if incarnation != self.incarnation:
             raise FencedError(

@@ -20,6 +20,7 @@ from roostream.cli.options import FiniteRange
 from roostream.cli.output import plain, render_rows
 from roostream.cli.stack_commands import (
     build_options,
+    check_feature_logs,
     describe_endpoints,
     log_to,
     stack_options,
@@ -67,6 +68,7 @@ def demo(home: Path, seconds: float | None, rate: float, **given: Any) -> None:
     stack = Stack(home, options)
     log_to(stack.home, ConsoleHandler(console))
     with stack:
+        check_feature_logs(stack.home.root, options.serving_processes)
         stack.start(["all", "simulate"])
         console.print("starting; the first samples are trained in about a minute", highlight=False)
         display = DemoDisplay(stack, console, time.monotonic())

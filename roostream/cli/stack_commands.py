@@ -43,6 +43,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import UNFINISHED, FileStore
 from roostream.runtime.program import MaskingFormatter, set_on_signals
 from roostream.schema.schema_file import load_schema
+from serving.feature_log.log import FeatureLog
 
 Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
@@ -71,6 +72,7 @@ stack_options = with_options(
     _count("--max-readers", "max_readers", 0, "start up to this many readers while workers wait for data"),
     _count("--feature-updaters", "num_updaters", 1, "feature updaters, which share the partitions"),
     _count("--auditors", "num_auditors", 1, "auditors, which share the partitions"),
+    _count("--partitions", "partitions", 4, "partitions of each topic; `roostream topics grow` adds some"),
     _count("--task-managers", "num_task_managers", 1, "task managers of Flink"),
     click.option(
         "--port", "ports", multiple=True, metavar="NAME=PORT", help="use this port, such as serving=8080"
@@ -155,11 +157,37 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     stack = Stack(home, chosen)
     log_to(stack.home)
     with stack:
+        check_feature_logs(stack.home.root, chosen.serving_processes)
         if base is not None and options["schema"] is not None:  # the next `up` continues with it
             save_options(place.root, dataclasses.replace(base, schema=chosen.schema.resolve()))
         stack.start(["all"])
         stop.wait()
         print(stack.stop(), flush=True)
+
+
+def check_feature_logs(home: Path, serving_processes: int) -> None:
+    """Check that no serving process beyond this number has left events that Kafka does not have. Call while
+    the home is locked.
+
+    Raises:
+        SetupError: one has, and nobody would send them.
+    """
+    for folder in sorted(home.glob("serving-*/log")):
+        number = folder.parent.name.removeprefix("serving-")
+        if not number.isdecimal() or int(number) < serving_processes or not any(folder.glob("*.seg")):
+            continue
+        try:
+            feature_log = FeatureLog.open(folder)
+        except SetupError:  # a process that was started by hand sends it
+            continue
+        left = len(feature_log.unacknowledged_events())
+        feature_log.close()
+        if left:
+            raise SetupError(
+                f"expected at least {int(number) + 1} serving processes, because Kafka does not have {left} "
+                f"events of the feature log in {folder} yet, got {serving_processes}; start with "
+                f"`--serving {int(number) + 1}` once, or delete that folder to lose them"
+            )
 
 
 def trained_commit(place: Home) -> int:

@@ -76,7 +76,7 @@ class Deployment(ProgramSettings):
     )
     keep_commits: int = setting(
         KEEP_MANIFESTS,
-        "newest commits to keep, with all files they need; equal in all programs",
+        "newest commits to keep, with all files they need; the controller's, shards may keep more",
         ge=2,
         le=1000,
     )

@@ -16,6 +16,8 @@ from roostream.errors import UnavailableError
 from roostream.runtime.direct_http import open_direct
 
 JOB_NAME = "roostream-joiner"
+RULES_KEY = "roostream.rules"
+"""The parameter of a job with the rules of its join, as JSON."""
 ENDED = ("FINISHED", "FAILED", "CANCELED")
 """Jobs in any other state are live. A job that is being cancelled still has its slots and may write, so no
 other is started."""
@@ -128,6 +130,11 @@ class FlinkRest:
         """RUNNING, FAILED, …; UNKNOWN if the job manager does not know the job (it was restarted)."""
         found = self.get(f"/jobs/{job}")
         return "UNKNOWN" if found is None else str(found["state"])
+
+    def parameter(self, job: str, key: str) -> str:
+        """A parameter that the job was submitted with; "" if it has none of this name."""
+        found = self.get(f"/jobs/{job}/config") or {}
+        return str(found.get("execution-config", {}).get("user-config", {}).get(key, ""))
 
     def failure(self, job: str) -> str:
         """First line of the job's last exception, and of its root cause."""

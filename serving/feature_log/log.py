@@ -27,6 +27,7 @@ from serving.feature_log.segment import Cursor, CursorFile, LogSegment
 
 log = logging.getLogger("roostream.serving.log")
 
+_READ_BYTES = 1 << 20
 _KEEP_DAMAGED = 3  # files that are not segments, kept so that their damage can be examined
 
 
@@ -166,6 +167,20 @@ class FeatureLog:
                 return entries
             at = following
         return entries
+
+    def unacknowledged_events(self) -> list[int]:
+        """Sequence numbers of the records after the cursor that are no heartbeats. Only heartbeats name a
+        partition."""
+        numbers: list[int] = []
+        at = self.cursor
+        while entries := self.read(at, _READ_BYTES):
+            at = entries[-1].after
+            numbers += [
+                entry.after.sequence - 1
+                for entry in entries
+                if entry.record is not None and entry.record.partition < 0
+            ]
+        return numbers
 
     def acknowledge(self, cursor: Cursor) -> None:
         """Store that everything before `cursor` is delivered, and delete the segments before it."""

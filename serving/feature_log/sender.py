@@ -167,7 +167,7 @@ class LogSender:
         Heartbeats are not worth waiting for an outage to end: if nothing else is left, draining ends after
         STUCK_S without an acknowledgment.
         """
-        events = self._unacknowledged_events()
+        events = self.log.unacknowledged_events()
         now_s = acknowledged_s = clock_s()
         end_s = now_s + timeout_s
         while not self.idle and now_s < end_s:
@@ -179,20 +179,6 @@ class LogSender:
             now_s = clock_s()
             acknowledged_s = now_s if self.log.cursor.sequence > before else acknowledged_s
         return sum(number >= self.log.cursor.sequence for number in events)
-
-    def _unacknowledged_events(self) -> list[int]:
-        """Sequence numbers of the records after the cursor that are no heartbeats. Only heartbeats name a
-        partition."""
-        numbers: list[int] = []
-        at = self.log.cursor
-        while entries := self.log.read(at, READ_BYTES):
-            at = entries[-1].after
-            numbers += [
-                entry.after.sequence - 1
-                for entry in entries
-                if entry.record is not None and entry.record.partition < 0
-            ]
-        return numbers
 
     def close(self) -> None:
         if self._sink is not None:

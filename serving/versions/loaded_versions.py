@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from serving.errors import RequestError, shown
-from serving.scorer import Version
+from serving.scorer import FIRST, Version
 from serving.versions.routing import NAME, NEWEST, PREVIOUS, Routing, TrafficSplit, is_reference
 
 KEPT = 2
@@ -72,10 +72,15 @@ class _State(NamedTuple):
     loaded: tuple[LoadedVersion, ...]  # newest first
     routing: Routing
 
+    @property
+    def committed(self) -> tuple[LoadedVersion, ...]:
+        """Without the untrained version, which is nobody's previous one, unless it is alone."""
+        return tuple(h for h in self.loaded if h.version.name != FIRST) or self.loaded
+
     def find(self, reference: str) -> LoadedVersion | None:
         if reference in (NEWEST, PREVIOUS):
             at = (NEWEST, PREVIOUS).index(reference)
-            return self.loaded[at] if at < len(self.loaded) else None
+            return self.committed[at] if at < len(self.committed) else None
         return next((h for h in self.loaded if h.version.name == reference), None)
 
     @property
@@ -83,8 +88,8 @@ class _State(NamedTuple):
         routing = self.routing
         if routing.activated and (found := self.find(routing.activated)) is not None:
             return found
-        waits = routing.canary.share > 0 and routing.canary.version == NEWEST and len(self.loaded) > 1
-        return self.loaded[1 if waits else 0]
+        waits = routing.canary.share > 0 and routing.canary.version == NEWEST and len(self.committed) > 1
+        return self.committed[1 if waits else 0]
 
 
 class LoadedVersions:
@@ -129,6 +134,12 @@ class LoadedVersions:
             self.num_swaps += 1
             loaded = LoadedVersion(version, committed_ms, self.now_ms(), trained_up_to_ms)
             self._set_state((loaded, *others), self._state.routing)
+
+    def add_older(self, version: Version, committed_ms: int = 0, trained_up_to_ms: int = 0) -> None:
+        """Add a version that the routing names, behind all others."""
+        with self._lock:
+            loaded = LoadedVersion(version, committed_ms, self.now_ms(), trained_up_to_ms)
+            self._set_state((*self._state.loaded, loaded), self._state.routing)
 
     def withdraw(self, is_withdrawn: Callable[[str], bool]) -> None:
         """Unload versions by name, except the newest and those that the routing names."""

@@ -61,6 +61,12 @@ class Routing:
     interleave: TrafficSplit = TrafficSplit()
 
     @property
+    def uses_positions(self) -> bool:
+        """Whether a split is of the newest version or the one before it."""
+        splits = (self.canary, self.shadow, self.interleave)
+        return any(s.share and s.version in (NEWEST, PREVIOUS) for s in splits)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Versions that must stay loaded, however old they are."""
         splits = (self.canary, self.shadow, self.interleave)

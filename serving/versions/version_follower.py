@@ -29,9 +29,9 @@ from roostream.runtime.clock import Clock
 from roostream.runtime.manifest import Manifest
 from roostream.schema.schema import Schema
 from serving.errors import NonFiniteScoreError, RequestError, VersionRefusedError, shown
-from serving.scorer import RowReader, Version, build_version
+from serving.scorer import FIRST, RowReader, Version, build_version
 from serving.versions.idle_gate import MAX_IDLE_WAIT_S, IdleGate
-from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.loaded_versions import KEPT, LoadedVersions
 from serving.versions.recent_requests import RecentRequests, ScoredRequest
 
 log = logging.getLogger("roostream.serving.versions")
@@ -112,6 +112,7 @@ class VersionFollower:
         self._num_polls = 0
         self._refused: dict[str, _Refused] = {}  # by the name of the manifest
         self._away = self._is_empty = False
+        self._looked_for: set[str] = set()  # versions that splits name
         self._refusal = (0, "")  # number of the newest refused commit, and why it is not served
 
     @property
@@ -138,6 +139,7 @@ class VersionFollower:
         """
         try:
             installed = self._install_newest()
+            self._load_named()
         except UnavailableError as error:
             if not self._away:
                 log.warning("cannot read the checkpoint store: %s; the version in use stays", error)
@@ -217,6 +219,29 @@ class VersionFollower:
         self.versions.install(version, manifest.time_ms, manifest.watermark_ms)
         log.info("model version %s installed, %s is served", version.name, self.versions.served.version.name)
         return True
+
+    def _load_named(self) -> None:
+        """Load the versions that the settings name for splits, which a restarted process does not have. With
+        a split of `newest` or `previous`, two others must be loaded first.
+
+        Raises:
+            UnavailableError: as `_install`.
+        """
+        routing, loaded = self.versions.routing, {h.version.name for h in self.versions.loaded} - {FIRST}
+        if not loaded or (routing.uses_positions and len(loaded) < KEPT):
+            return
+        for version in set(routing.names) - self._looked_for - loaded:
+            name = manifests.manifest_name(int(version.rpartition("-")[2]))
+            try:
+                manifest = manifests.load(self.store, name).manifest
+                if manifest.version != version:
+                    raise CheckpointError(f"{name}: expected version {version}, got {manifest.version}")
+                found = self._load(manifest)
+            except CheckpointError as error:
+                log.warning("model version %s, which a split names, cannot be served: %s", version, error)
+            else:
+                self.versions.add_older(found, manifest.time_ms, manifest.watermark_ms)
+            self._looked_for.add(version)
 
     def _withdraw(self, names: dict[int, str]) -> None:
         """Unload the versions that a rollback removed: their number is gone, though not at the old end, where

@@ -12,13 +12,16 @@ from infra.home import Home
 from roostream.cli import stack_commands
 from roostream.cli.stack_commands import (
     absolute_location,
+    check_feature_logs,
     describe_endpoints,
     last_schema,
     restarting_programs,
     settled_programs,
     with_absolute_files,
 )
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, SetupError
+from serving.feature_log.format import LogRecord
+from serving.feature_log.log import FeatureLog
 
 
 def test_programs_are_settled_when_ready_or_stopped_by_a_hold() -> None:
@@ -98,3 +101,24 @@ def test_the_next_up_without_a_schema_takes_that_of_the_last_one(tmp_path: Path)
     home.stack_json.write_text("")  # a power failure can leave an empty file
     with pytest.raises(ConfigError, match=r"stack\.json.* give --schema"):
         last_schema(home)
+
+
+def test_a_stack_with_fewer_serving_processes_leaves_no_events_behind(tmp_path: Path) -> None:
+    """Nobody would read the feature log of a number that does not exist any more."""
+    left = FeatureLog.open(tmp_path / "serving-2" / "log")
+    left.append(LogRecord("impressions", 0, 1, b"", b"heartbeat"))
+    left.close()
+    check_feature_logs(tmp_path, 1)
+    left = FeatureLog.open(tmp_path / "serving-2" / "log")
+    left.append(LogRecord("impressions", -1, 1, b"userkey!", b"value"))
+    left.append(LogRecord("engagements", -1, 2, b"userkey!", b"value"))
+    check_feature_logs(tmp_path, 1)  # a process that was started by hand has it open and sends it
+    left.close()
+    with pytest.raises(SetupError, match=r"2 events.*--serving 3"):
+        check_feature_logs(tmp_path, 2)
+    check_feature_logs(tmp_path, 3)
+    left = FeatureLog.open(tmp_path / "serving-2" / "log")
+    assert left.backlog_records == 3, "the check changes nothing"
+    left.acknowledge(left.end)
+    left.close()
+    check_feature_logs(tmp_path, 1)

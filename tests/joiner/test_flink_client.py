@@ -21,7 +21,7 @@ from joiner.flink_client import check_restore_point, submit
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from roostream.errors import ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.flink_rest import JOB_NAME, FlinkRest, JobGauges
+from roostream.runtime.flink_rest import JOB_NAME, RULES_KEY, FlinkRest, JobGauges
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import KafkaSecurity
 from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter
@@ -268,6 +268,20 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     stop.set()
     flink_client.run_flink(JoinerConfig(flink=rest.url), JoinerMetrics(CollectorRegistry()), Health(60), stop)
     assert flink.posted == {}  # the job is neither submitted again nor stopped
+
+
+@pytest.mark.parametrize(("window_ms", "is_warned"), [(7, False), (8, True)])
+def test_an_adopted_job_with_other_rules_is_named(
+    window_ms: int, is_warned: bool, flink: FakeFlink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on with the settings that it was started with."""
+    config, rules = JoinerConfig(flink=flink.url, window_ms=7), JoinerConfig(window_ms=window_ms).rules
+    flink.answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
+    flink.answers[f"/jobs/{JOB}/config"] = {"execution-config": {"user-config": {RULES_KEY: rules.text}}}
+    stop = Stop()
+    stop.set()
+    flink_client.run_flink(config, JoinerMetrics(CollectorRegistry()), Health(60), stop)
+    assert ("window_ms = 8" in caplog.text) == is_warned
 
 
 def test_a_job_that_recovers_by_high_availability_is_awaited(flink: FakeFlink) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,15 +15,18 @@ import xxhash
 from prometheus_client import CollectorRegistry
 
 from joiner.config import JoinerConfig
+from joiner.flink_client import FetchOffsets
 from joiner.local_engine import LocalEngine
 from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
+from joiner.main import check_engine
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import Output
-from roostream.errors import CheckpointError, OtherVersionError
+from roostream.errors import CheckpointError, ConfigError, OtherVersionError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.retention_loss import CommittedOffset
 from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.thread_group import StopBudget
 from roostream.wire import roo_pb2 as pb
@@ -330,3 +333,24 @@ def test_a_restart_remembers_the_heartbeats_of_producers(tmp_path: Path) -> None
     restored.restore(runner.engine.snapshot())
     restored.process(record(pb.Heartbeat(time_ms=9_000, producer="b")))
     assert restored.watermarks.reached_ms["impressions", 0] == 1_000
+
+
+@pytest.mark.parametrize("engine", ["flink", "local"])
+def test_another_engine_does_not_join_everything_again(engine: str, tmp_path: Path) -> None:
+    """Samples that are older than the dedupe horizon would be trained a second time."""
+
+    def committed(offset: int) -> Callable[[], FetchOffsets]:
+        return lambda: lambda: {("impressions", 0): CommittedOffset(0, offset)}
+
+    config, stop = JoinerConfig(engine=engine, home=str(tmp_path)), threading.Event()
+    check_engine(config, committed(-1), stop)
+    if engine == "flink":
+        check_engine(config, committed(7), stop)
+        SnapshotStore(FileStore(tmp_path)).write(b"state")
+        with pytest.raises(ConfigError, match="engine = 'local'"):
+            check_engine(config, committed(-1), stop)
+    else:
+        with pytest.raises(ConfigError, match="engine = 'flink'"):
+            check_engine(config, committed(7), stop)
+        SnapshotStore(FileStore(tmp_path)).write(b"state")
+        check_engine(config, committed(7), stop)

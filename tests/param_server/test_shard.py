@@ -479,3 +479,17 @@ def test_a_shard_without_readers_commits_only_what_changed() -> None:
     commit(shard, store, 1)
     assert shard.freeze(2, 0)["rows"] == 0
     assert shard.take_round() is not None and shard.rollback() is None
+
+
+def test_a_shard_keeps_as_many_commits_as_the_controller() -> None:
+    """Else a rollback could not reach commits that the controller keeps, with another `keep_commits`."""
+    store = MemoryStore()
+    shard = make_shard(store=store)
+    shard.execute({"kind": "restore", "incarnation": 1, "manifest": "", "keep_commits": 12})
+    for seq in range(1, 15):
+        push(shard, seq)
+        shard.execute({"kind": "freeze", "incarnation": 1, "seq": seq, "watermark_ms": 0})
+        written = shard.execute({"kind": "write", "incarnation": 1, "seq": seq})
+        link_manifest(store, seq, 1, [written])
+        shard.execute({"kind": "commit", "incarnation": 1, "seq": seq})
+    assert [kept.seq for kept in shard.segments.history()] == list(range(3, 15))

@@ -115,6 +115,7 @@ def coordinator_config(config: ControllerConfig, identity: DeploymentIdentity) -
         num_partitions=identity.num_partitions,
         kafka=identity.kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
+        keep_commits=config.keep_commits,
         lost_after_s=config.lost_after_ms / 1000,
         follow_workers=config.follow_workers,
         holds_idle=config.idle_hold_ms > 0,

@@ -445,7 +445,7 @@ class Coordinator:
             "schema": self.config.schema,
             "store": self.store_id,
         }
-        self._ask("restore", self.config.shards, now_s, **fields)
+        self._ask("restore", self.config.shards, now_s, **fields, keep_commits=self.config.keep_commits)
         self._ask_workers("restore", now_s, self.phases.restore_fields, **fields)
 
     def _start(self, now_s: float) -> None:

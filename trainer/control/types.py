@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from roostream.runtime.deployment import MAX_WORKERS
-from roostream.runtime.manifest import Manifest
+from roostream.runtime.manifest import KEEP_MANIFESTS, Manifest
 from roostream.runtime.work_unit import TableInput, WorkUnit, plain_units, units_of
 
 COMMIT_PHASES = ("cut", "freeze", "write", "link")
@@ -150,6 +150,7 @@ class CoordinatorConfig:
     num_partitions: int
     kafka: Mapping[str, Any]
     commit_interval_s: float = 10.0
+    keep_commits: int = KEEP_MANIFESTS  # shards keep the rows of as many
     lost_after_s: float = 3.0
     step_timeout_s: float = 60.0  # for one step of a commit, and every other command except RESTORE
     # Doubled each time in a row that it passes, so that a large state is restored in the end

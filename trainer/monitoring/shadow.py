@@ -60,7 +60,8 @@ def load_shadow_model(
     tensors, metadata = tensor_file.decode(data)
     if metadata.get("schema") != f"{schema.fingerprint:016x}":
         raise ConfigError(
-            f"expected a shadow of schema {schema.fingerprint:016x}, {version} is of {metadata.get('schema')}"
+            f"expected a shadow of schema {schema.fingerprint:016x}, {version} is of "
+            f"{metadata.get('schema')}; leave `shadow` out until there are commits of this schema"
         )
     if changed := changed_inputs(tensors, schema):
         raise ConfigError(

@@ -180,7 +180,9 @@ class _DeferredStack:
         self.b_ND[number_N], self.w_ND[number_N] = state["b"], state["w"]
         recent = state["recent"][-self.config.window :]
         self.recent[: len(recent)] = recent
-        self.num_recent, self.num_takes, *counts = state["numbers"].tolist()
+        num_recent, self.num_takes, *counts = state["numbers"].tolist()
+        is_longer = len(recent) < min(num_recent, self.config.window)  # the window than it was
+        self.num_recent = len(recent) if is_longer else num_recent
         self.num_visits, self.num_pushes, self.num_unfrozen = counts
         self.T = np.float32(state["T"])
 
@@ -255,6 +257,12 @@ class Deferral:
             if state := {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}:
                 rows.load(state)
                 rows.forget_others([table.id for table in self.schema.stacks[stack]])
+
+
+def num_deferred(tensors: Mapping[str, np.ndarray]) -> int:
+    """Rows with deferred gradients in a `Deferral.state` among these tensors."""
+    counts = [c_N for name, c_N in tensors.items() if name.startswith("deferral.") and name.endswith(".c")]
+    return sum(int(np.count_nonzero(c_N)) for c_N in counts)
 
 
 SAVED_FIELDS = {"v": "i8", "c": "i8", "carried": "i8", "pushed_ms": "i8", "seen": "i8", "m": "f4"}

@@ -29,7 +29,7 @@ from trainer.chunks import ChunkPart, ClaimedChunk, PulledPart, build_part, spli
 from trainer.config import LoopConfig
 from trainer.rows import Rows
 from trainer.selection.decision import Decision, SelectionWeights, UnscoredRequests, decide
-from trainer.selection.deferral import Deferral
+from trainer.selection.deferral import Deferral, num_deferred
 from trainer.selection.rehearsal import Rehearsal
 from trainer.selection.slipstream_policy import SlipstreamPolicy
 
@@ -255,6 +255,13 @@ class Selection:
         for part in (self.slipstream, self.deferral):
             if part is not None:
                 part.load(tensors)
+        kept = self.deferral.num_waiting if self.deferral else 0
+        if (dropped := num_deferred(tensors) - kept) > 0:
+            log.warning(
+                "the deferred gradients of %d rows in the commit are not trained: deferral is off now, or "
+                "their tables are gone or have another width",
+                dropped,
+            )
 
     def report(self) -> dict[str, Any]:
         """For metrics and heartbeats: shares since the loop started or was restored; {} while off."""

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from infra.home import Home
-from infra.options import load_saved_options, save_options
+from infra.options import StackOptions, demo, load_saved_options, save_options
 from param_server.key_value_store import RocksDbStore
 from param_server.placement.bucket_moves import balanced_map
 from param_server.placement.plan import (
@@ -47,6 +47,7 @@ from roostream.cli.options import (
     with_options,
 )
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
+from roostream.cli.stack_commands import last_schema
 from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
 from roostream.runtime.bucket_map import BucketMap, moved
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -449,6 +450,7 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
       roostream down && roostream placement apply four.json && roostream up
     """
     after, opened = _read_map(map_file), opened_store(home, store)
+    options = load_saved_options(Home(home).root) or _options_of_up(Home(home))
     move_buckets.check_move(move_buckets.newest_commit(opened).manifest, after)
     with _committed(opened, home, 0 if dry_run else after.num_owners) as committed, Home(home).locked():
         rows = list(
@@ -460,10 +462,16 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
 
         with progress_bar("moving rows"):
             made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
-    place = Home(home).root
-    if (options := load_saved_options(place)) is not None:  # the next `up` here starts this many shards
-        save_options(place, dataclasses.replace(options, num_shards=after.num_owners))
+    if options is not None:  # the next `up` here starts this many shards
+        save_options(Home(home).root, dataclasses.replace(options, num_shards=after.num_owners))
     print_rows(rows, f"{made.name} has the map")
+
+
+def _options_of_up(home: Home) -> StackOptions | None:
+    """Options of `up` in a home that has none saved; None if no stack was started there. Raises ConfigError
+    as `last_schema`."""
+    schema = last_schema(home)
+    return demo(schema=schema) if schema else None
 
 
 def _read_map(file: Path) -> BucketMap:

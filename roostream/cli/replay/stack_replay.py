@@ -122,9 +122,8 @@ def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> S
         if k in ("window_ms", "lateness_ms", "early_close_ms") or v != flags.get(k)
     }
     worker = {k: v for k, v in options.overrides["worker"].items() if k != "freeze_at_ms"}
-    return dataclasses.replace(
-        options, schema=schema, overrides={**choices.others, "joiner": joiner, "worker": worker}
-    )
+    overrides = {**choices.others, "joiner": joiner, "worker": worker}
+    return dataclasses.replace(options, schema=schema, num_archivers=0, overrides=overrides)
 
 
 def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> str:

@@ -383,6 +383,18 @@ def test_a_home_of_two_shards_becomes_one_of_three_by_map_and_apply(tmp_path: Pa
     assert manifests.newest(store) == after, "applying the same map again moves nothing"
 
 
+def test_the_next_up_in_a_home_of_up_starts_the_new_number_of_shards(tmp_path: Path) -> None:
+    home, _ = make_home(tmp_path)
+    (home / "options.json").unlink()  # `up` saves none
+    schema = tmp_path / "shop.toml"
+    schema.write_text("")
+    Home(home).write_stack({"schema": str(schema), "programs": {}})
+    file = tmp_path / "three.json"
+    file.write_text(run_command("map", "--home", home, "--shards", 3, "--max-moved", 1, "--json"))
+    run_command("apply", file, "--home", home)
+    assert load_saved_options(home) == demo(num_shards=3, schema=schema), "and nothing else changes"
+
+
 def test_a_shard_that_runs_or_is_elsewhere_is_reported(tmp_path: Path) -> None:
     home, _ = make_home(tmp_path)
     file = tmp_path / "one.json"

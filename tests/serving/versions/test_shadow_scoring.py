@@ -30,6 +30,7 @@ class ShadowFixture:
         self.registry.register(self.shadow)
         serving.service.on_scored = self.shadow.offer
         serving.service.versions.put(shadow=TrafficSplit("previous", 1.0))
+        self.install("1-0", 1.0)
 
     def install(self, name: str, scale: float) -> None:
         state = build_model(SCHEMA, MODEL, 0).state_dict()

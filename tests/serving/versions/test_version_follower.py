@@ -31,6 +31,7 @@ from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
 from serving.versions import version_follower as dense_follower
 from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.routing import Routing, TrafficSplit
 from serving.versions.version_follower import RECHECK_POLLS, VersionFollower
 from tests.runtime.manifest_cases import a_manifest, encoded
 from tests.serving.serving_cases import MODEL, SCHEMA, config_of
@@ -88,6 +89,39 @@ def test_each_commit_is_installed_once(commits: Commits) -> None:
     assert commits.follower.poll() and commits.versions.newest.name == "3-2" and commits.value == 0.75
     assert commits.installed == ["1-1", "3-2"] and commits.versions.num_swaps == 2
     assert commits.versions.named("1-1").name == "1-1"
+
+
+def test_the_untrained_version_is_never_the_one_before_the_newest(commits: Commits) -> None:
+    """Else a restarted process with a canary served it to most users until the next commit."""
+    commits.versions.put(canary=TrafficSplit("newest", 0.05), shadow=TrafficSplit("previous", 0.1))
+    commits.commit(1)
+    assert commits.follower.poll() and commits.versions.served.version.name == "1-1"
+    assert commits.versions.resolve(commits.versions.routing.shadow) is None
+    commits.commit(2)
+    assert commits.follower.poll() and commits.versions.served.version.name == "1-1"
+    assert [h.version.name for h in commits.versions.loaded] == ["1-2", "1-1"]
+
+
+@pytest.mark.parametrize("others", [{}, {"shadow": TrafficSplit("previous", 0.1)}])
+def test_a_restarted_process_loads_the_versions_that_its_settings_name(
+    others: dict[str, TrafficSplit], commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seq in range(1, 6):
+        commits.commit(seq, fill=seq / 10)
+    routing = Routing(canary=TrafficSplit("1-2", 0.05), interleave=TrafficSplit("9-3", 0.1), **others)
+    commits.versions = LoadedVersions(first_version(SCHEMA, MODEL, 0), routing=routing)
+    follower = VersionFollower(commits.store, SCHEMA, commits.versions, 0)
+    follower.poll()
+    if others:  # `previous` must not become the version that another split names
+        assert "1-2" not in [h.version.name for h in commits.versions.loaded]
+    commits.commit(6)
+    for _ in range(3):
+        follower.poll()
+    assert [h.version.name for h in commits.versions.loaded] == ["1-6", "1-5", "1-2"]
+    assert commits.versions.served.version.name == "1-6"
+    assert caplog.text.count("version 9-3, which") == 1, (
+        "a version that the store does not have is named once"
+    )
 
 
 def test_a_version_knows_up_to_when_it_was_trained(commits: Commits) -> None:

@@ -450,3 +450,11 @@ def test_a_restore_that_is_refused_at_once_waits_for_the_first_progress_of_a_lar
         harness.coordinator.state is State.CLAIMING
         and "shard 1 refused restore" in harness.coordinator.reason
     )
+
+
+def test_the_controller_tells_shards_how_many_commits_it_keeps() -> None:
+    stack = CoordinatorHarness(dataclasses.replace(CONFIG, keep_commits=50))
+    stack.claim(1)
+    stack.round_without_answers()
+    (restore,) = stack.coordinator.commands(SHARD_0)
+    assert (restore["kind"], restore["keep_commits"]) == ("restore", 50)

@@ -206,6 +206,15 @@ def test_g11_a_restored_state_continues_bit_for_bit() -> None:
     }
 
 
+def test_a_longer_window_counts_only_visits_that_were_saved() -> None:
+    short, long = make_rows(visits=4, window=8), make_rows(visits=4, window=64)
+    for _ in range(40):
+        short.visit({i: 1.0 for i in range(1, 5)})
+    long.deferral.load(short.deferral.state())
+    (before,), (after,) = short.deferral.stacks.values(), long.deferral.stacks.values()
+    assert before.num_recent > len(before.recent) and after.num_recent == len(before.recent)
+
+
 def test_rows_of_another_width_or_an_unknown_table_are_forgotten() -> None:
     rows = make_rows()
     visit_still_and_moving_row(rows, 20)

@@ -456,3 +456,14 @@ def test_rows_of_removed_tables_are_forgotten_with_a_warning(
 def test_every_value_that_selection_reports_has_a_metric(settings: dict[str, object]) -> None:
     built = build(samples.records([1, 2, 3, 4]), **settings).train_all()  # type: ignore[arg-type]
     assert built.loop.selection.report().keys() <= set(map(key_of, SELECTION))
+
+
+def test_deferred_gradients_of_a_commit_are_named_when_deferral_is_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = build(N60, deferral=DeferralConfig(share=0.9, min_visits=2, visits=100))
+    while first.loop.step():
+        pass
+    assert first.loop.selection.deferral and (waiting := first.loop.selection.deferral.num_waiting)
+    build(N60).loop.restore(first.loop.snapshot())
+    assert f"gradients of {waiting} rows" in caplog.text
