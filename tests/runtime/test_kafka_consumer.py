@@ -299,6 +299,61 @@ def test_an_unavailable_broker_is_awaited() -> None:
     assert len(reader.poll(9, 0)) == 1
 
 
+def stalled_reader(
+    monkeypatch: pytest.MonkeyPatch,
+    stalled: FakeConsumer,
+    other: FakeConsumer,
+    ends: EndOffsetPoller | None = None,
+) -> KafkaConsumer:
+    """A reader whose client `stalled` would be replaced by `other`. Every poll is a check."""
+    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._STALLED_S", 0.0)
+    reader = KafkaConsumer(stalled, UNORDERED, ends, reopen=lambda: other)
+    reader.seek({P0: 5, P1: 5, P2: 5})
+    return reader
+
+
+def test_a_client_that_does_not_deliver_what_the_broker_has_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As librdkafka after a restart of the broker: no record, no end, no error."""
+    stalled = FakeConsumer([FakeMessage(AT0, 5, 10), end(AT1, 9), end(AT2, 9)], newest=9)
+    other = FakeConsumer([FakeMessage(AT0, 6, 20), FakeMessage(AT1, 9, 20)], newest=10)
+    reader = stalled_reader(monkeypatch, stalled, other)
+    assert [r.offset for r in reader.poll(9, 0)] == [5]
+    assert reader.poll(9, 0) == []
+    assert stalled.closed and other.assigned == {AT0: 6, AT1: 9, AT2: 9}
+    assert "records of t.samples-0 do not arrive" in caplog.text
+    assert [r.offset for r in reader.poll(9, 0)] == [6, 9]
+
+
+def test_a_client_whose_ends_another_one_asks_for_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled, ends = FakeConsumer(newest=9), EndOffsetPoller(FakeAdmin, UNORDERED)
+    reader = stalled_reader(monkeypatch, stalled, FakeConsumer([FakeMessage(AT0, 5, 20)]), ends)
+    stalled.error_code = clients.TRANSPORT
+    ends.update({p: PartitionEnd(5, 5, 0) for p in (P0, P1, P2)})
+    for _ in range(3):
+        assert reader.poll(9, 0) == []
+    ends.update({P0: PartitionEnd(6, 6, 20)})
+    reader.poll(9, 0)
+    reader.poll(9, 0)
+    assert stalled.closed and [r.offset for r in reader.poll(9, 0)] == [5]
+
+
+def test_a_client_at_the_end_paused_or_without_a_broker_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    consumer = FakeConsumer([end(AT1, 9), end(AT2, 9)], newest=9)
+    reader = stalled_reader(monkeypatch, consumer, FakeConsumer())
+    reader.pause({P0})
+    for _ in range(5):
+        reader.poll(9, 0)
+    reader.pause(())
+    consumer.error_code = clients.TRANSPORT
+    for _ in range(5):
+        reader.poll(9, 0)
+    assert not consumer.closed
+
+
 def test_opening_does_not_connect_and_closing_is_idempotent() -> None:
     reader = KafkaConsumer.open(
         Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=True)

@@ -27,7 +27,10 @@ from roostream.wire.records import Record
 log = logging.getLogger("roostream.kafka")
 
 _WARN_SILENT_S = 5.0
+_STALLED_S, _MAX_STALLED_S = 15.0, 600.0
+"""A client that has not delivered a record for so long is replaced; twice as long after each replacement."""
 _REQUEST_TIMEOUT_S = 5.0
+_CHECK_TIMEOUT_S = 1.0  # of a request that delays the caller of `poll`
 _POLL_SLICE_S = 0.1  # `poll` checks its time limit this often
 _END_OFFSETS_EVERY_S = 1.0
 _END_OFFSETS_VALID_S = 5.0
@@ -154,7 +157,11 @@ class EndOffsetPoller:
 
 class KafkaConsumer:
     """A `RecordConsumer` (roostream/runtime/kafka/consumer.py) of Kafka. While a broker is away the client
-    waits, without an error."""
+    waits, without an error.
+
+    A client can stop fetching a partition for good, without an error, when a broker restarts (librdkafka
+    issue 4492). A partition from which nothing arrives is therefore compared with its end at the broker, and
+    the client is replaced if records are there."""
 
     def __init__(
         self,
@@ -185,6 +192,9 @@ class KafkaConsumer:
         self._paused: set[Partition] = set()
         self._consumer: Consumer | None = consumer
         self._silent_since_s = 0.0  # negative: the silence has been logged
+        self._arrived_s = dict.fromkeys(options.partitions, 0.0)  # last record, end, start or pause
+        self._ends_before: Progress = {}  # of silent partitions, as of the last check
+        self._stalled_s, self._next_check_s = _STALLED_S, 0.0
         self.set_limits({})
 
     @classmethod
@@ -225,8 +235,7 @@ class KafkaConsumer:
         if self._epoch_end and self._reopen:
             # A client compares leader epochs when it learns of a new one. One that already knows the leaders
             # would start without that.
-            self._client().close()
-            self._consumer, self._paused = self._reopen(), set()
+            self._replace_client(self._reopen())
         self._assign()
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
@@ -336,14 +345,17 @@ class KafkaConsumer:
         first = client.poll(timeout_s)
         messages = [] if first is None else [first, *client.consume(max(max_records, 64), 0)]
         self._log_silence(bool(messages))
+        now_s = time.monotonic()
         for message in messages:
             error = message.error()
             if error is None:
                 self._buffer(message)
+                self._arrived_s[self._partition(message)], self._stalled_s = now_s, _STALLED_S
             elif error.code() == clients.PARTITION_EOF:
                 p = self._partition(message)
                 self._fetched[p] = max(self._fetched[p], message.offset())
                 self._merge.reached_end(p)
+                self._arrived_s[p] = now_s
             elif error.code() in _GONE:
                 self._gone.add(p := self._partition(message))
                 if found := _TRUNCATED_AT.search(error.str()):
@@ -353,6 +365,41 @@ class KafkaConsumer:
         if self._gone and not self.options.skip_lost_records:
             p = min(self._gone)
             raise RecordsGoneError(f"{self._name(p)} no longer has offset {self._fetched[p]}")
+        self._replace_stalled_client(now_s)
+
+    def _replace_stalled_client(self, now_s: float) -> None:
+        """Replace the client if a partition had records at the last check of which none has arrived since."""
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + self._stalled_s
+        silent = [
+            p
+            for p in self.partitions
+            if p not in self._paused | self._gone and now_s - self._arrived_s[p] >= self._stalled_s
+        ]
+        stalled = [p for p in silent if self._fetched[p] < self._ends_before.get(p, 0)]
+        self._ends_before = {}
+        try:
+            if stalled and self._reopen:
+                names = ", ".join(map(self._name, stalled))
+                log.warning("%s: records of %s do not arrive; the client is replaced", self.what, names)
+                self._stalled_s = min(2 * self._stalled_s, _MAX_STALLED_S)
+                self._replace_client(self._reopen())
+                self._assign()
+            elif self._end_offsets is not None:  # of another client, so nothing has to wait
+                ends = self._end_offsets.ends
+                self._ends_before = {p: ends[p].last_stable for p in silent if p in ends}
+            elif silent:
+                places = [self.options.topic_partition(p) for p in silent]
+                bounds = clients.bounds(self._client(), places, _CHECK_TIMEOUT_S)
+                self._ends_before = {p: end for p, (_, end) in zip(silent, bounds, strict=True)}
+        except (KafkaException, ConfigError) as error:  # tried again at the next check
+            log.debug("%s", error)
+
+    def _replace_client(self, client: Consumer) -> None:
+        """Use a new client, to which nothing is assigned yet."""
+        self._client().close()
+        self._consumer, self._paused = client, set()
 
     def _buffer(self, message: Any) -> None:
         p, offset = self._partition(message), message.offset()
@@ -428,6 +475,7 @@ class KafkaConsumer:
         self._gone.clear()
         self._truncated.clear()
         self._silent_since_s = time.monotonic()
+        self._arrived_s = dict.fromkeys(self.partitions, self._silent_since_s)
         self._pause_and_resume()
 
     def _place(self, partition: Partition, offset: int) -> TopicPartition:
@@ -450,6 +498,7 @@ class KafkaConsumer:
             self._client().pause([self.options.topic_partition(p) for p in more])
         if ready := self._paused - wanted:
             self._client().resume([self.options.topic_partition(p) for p in ready])
+            self._arrived_s |= dict.fromkeys(ready, time.monotonic())
         self._paused = wanted
 
     def _log_silence(self, received: bool) -> None:
