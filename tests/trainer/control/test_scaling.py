@@ -134,7 +134,7 @@ def test_restore_assigns_each_partition_once_with_the_rendezvous_address(count: 
         (count, RENDEZVOUS if count > 1 else "")
     }
     assert all(
-        set(c) == {"id", "kind", "incarnation", "manifest", "schema", "store"}
+        set(c) == {"id", "kind", "incarnation", "manifest", "schema", "store", "keep_commits"}
         for k, c in fleet.restored().items()
         if k.role == "shard"
     )
