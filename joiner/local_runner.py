@@ -113,7 +113,7 @@ class SnapshotStore:
             except OtherVersionError:
                 raise
             except CheckpointError as error:
-                log.warning("skipping %s: %s", name, error)
+                log.warning("snapshot %s cannot be read, the one before it is tried: %s", name, error)
         if names:
             text = f"none of {len(names)} snapshots is readable; remove them to join from the oldest records"
             raise CheckpointError(text)

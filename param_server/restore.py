@@ -35,7 +35,7 @@ log = logging.getLogger("roostream.shard")
 
 @dataclasses.dataclass(kw_only=True)
 class FrozenCommit:
-    """A generation between `freeze` and `commit` or `abort`."""
+    """The changed rows of a commit that is being made: from `freeze` to `commit` or `abort`."""
 
     seq: int
     incarnation: int

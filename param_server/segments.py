@@ -251,11 +251,11 @@ class Segments:
             self.parts.delete([name for name in self.parts.names() if name not in kept])
 
     def note_restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
-        """The state is this one again. Later commits are abandoned, but forgotten only with the next commit.
+        """Tell that the shard was restored to `commit`. Later commits are forgotten only with the next one.
 
-        Records, if possible, a commit that this shard was not told of, and deletes segments of no commit:
-        those whose number is not in `linked`, the numbers of all manifests (None: not known). Never raises,
-        so that a full disk cannot prevent a restore.
+        Records `commit` if this shard was never told that it succeeded, and deletes segments that belong to
+        no commit: those whose number is not in `linked`, the numbers of all manifests. None: the manifests
+        are not known, so nothing is deleted. Both are tried only; a full disk does not prevent a restore.
         """
         self._restored = commit
         self._sent.clear()

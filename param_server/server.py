@@ -887,8 +887,8 @@ class ShardRpcHandler:
         )
 
     def _scan(self, header: Header) -> tuple[Header, Sequence[np.ndarray]]:
-        """Complete buckets from number `cursor` on, until `limit` rows are reached, each as it was at one
-        moment. With `num_slices`, slice `slice` of bucket `cursor`.
+        """Return the rows of whole buckets, beginning with number `cursor`, until `limit` rows are reached.
+        Each bucket is as it was at one moment. With `num_slices`: only slice `slice` of bucket `cursor`.
 
         `buckets` in the answer: [bucket, incarnation, sequence, settles_at], see `BucketScan`. `num_slices`
         in the answer: bucket `cursor` is too large for one answer and must be read in so many slices; 0 = it

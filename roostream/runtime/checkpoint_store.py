@@ -179,8 +179,8 @@ class FileStore:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Only files of this store: of its directory and of the folders of its names. A folder below may be
-        another store, such as a warehouse."""
+        """Delete unfinished files in the directory of this store and in the folders of its names. A folder
+        below may be another store, such as a warehouse."""
         with _disk_errors(f"{self.root} can't be swept"):
             for path in [*self.root.glob(f"{UNFINISHED}*"), *self.root.glob(f"*/{UNFINISHED}*")]:
                 with contextlib.suppress(FileNotFoundError):  # its writer has just finished
@@ -205,7 +205,8 @@ class FileStore:
         return temporary
 
     def _make_directory(self, path: Path) -> None:
-        """A new directory survives power loss only once its entry in the parent directory is synced."""
+        """Make a directory and its parents, and sync the parents: only then does it survive a power
+        failure."""
         if path.is_dir():
             return
         self._make_directory(path.parent)
@@ -213,11 +214,16 @@ class FileStore:
         self._sync_directory(path.parent)
 
     def _sync_directory(self, path: Path) -> None:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            self._fsync(handle)
-        finally:
-            os.close(handle)
+        sync_path(path, self._fsync)
+
+
+def sync_path(path: Path, fsync: Callable[[int], None] = os.fsync) -> None:
+    """Make a file, or the names in a directory, survive a power failure. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

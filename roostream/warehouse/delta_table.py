@@ -38,7 +38,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError, reason_of
-from roostream.runtime.checkpoint_store import FileStore, open_store, s3_reason
+from roostream.runtime.checkpoint_store import FileStore, open_store, s3_reason, sync_path
 from roostream.warehouse.data_file import DataFile, candidates_of, is_file_path, topic_of
 from roostream.warehouse.parquet_file import ordered
 from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
@@ -310,17 +310,10 @@ class WarehouseTable:
             entry = self._log_folder / f"{version:020d}.json"
             if not entry.exists():
                 break
-            self._sync(entry)
+            sync_path(entry, self._fsync)
             if (checkpoint := entry.with_suffix(".checkpoint.parquet")).exists():
-                self._sync(checkpoint)
-        self._sync(self._log_folder)
-
-    def _sync(self, path: Path) -> None:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            self._fsync(handle)
-        finally:
-            os.close(handle)
+                sync_path(checkpoint, self._fsync)
+        sync_path(self._log_folder, self._fsync)
 
     def _check_written(self, files: Sequence[DataFile]) -> None:
         for file in files:

@@ -223,12 +223,12 @@ def update_each(metrics: Sequence[Metrics], of_R: np.ndarray, batch: ScoredBatch
         }
         for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
             task.add(**dict(zip(columns, values, strict=True)))
-        scale = batch.scale_T[t] if batch.scale_T else 0.0
-        error_K = np.zeros(len(kept_B))
+        scale, errors = batch.scale_T[t] if batch.scale_T else 0.0, [0.0] * len(tasks)
         if scale > 0:
             expected_K = np.expm1(score_K.astype(np.float64) * np.log1p(scale))
             error_K = weight_K * np.abs(expected_K - np.clip(label_K, 0, scale))
-        for task, error in zip(tasks, np.bincount(of_K, error_K, len(tasks)).tolist(), strict=True):
+            errors = np.bincount(of_K, error_K, len(tasks)).tolist()
+        for task, error in zip(tasks, errors, strict=True):
             task.add(absolute_error=error, scale=scale)
         order_K = np.argsort(of_K, kind="stable")
         ends = np.cumsum(np.bincount(of_K, minlength=len(tasks))).tolist()
