@@ -100,7 +100,7 @@ class Shard:
         """`uploads`: copy every segment to the checkpoint store before its commit. `copies`: how copies are
         written and read; None = in `store`, with the usual sizes."""
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
-        self._keep_commits = segments.keep  # the controller may ask for more
+        self._keep_commits = segments.keep  # of the settings; the controller may want more
         self.copies, self.uploads = copies or SegmentCopies(store, identity.index), uploads
         self.tables = build_tables(identity, eviction)
         self.owners, self.buckets = identity.first_owners, identity.first_owners.buckets_of(identity.index)

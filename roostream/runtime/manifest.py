@@ -436,8 +436,8 @@ def is_rolled_back(store: CheckpointStore, seq: int, incarnation: int) -> bool:
 
 
 def has_lost(store: CheckpointStore, seq: int, incarnation: int) -> bool:
-    """Whether the store does not have the manifest of this commit, which was once the newest, although no
-    rollback discarded it. A damaged manifest is not lost."""
+    """Whether the store has lost the manifest of a commit that succeeded, and was the newest: it is absent,
+    and no rollback discarded it. A damaged manifest is not lost. Raises UnavailableError: as `list`."""
     names = {*store.list(MANIFESTS), *store.list(DISCARDED)}
     found = {manifest_name(seq), f"{DISCARDED}/{seq:08d}"} & names
     return not found and not is_rolled_back(store, seq, incarnation)

@@ -55,8 +55,9 @@ DEVICE_TIME_FILE = "control/spent"
 """Device-seconds by use, as plain JSON."""
 
 
-class _Urgent(Exception):
-    """The next effect does not wait until everything old is deleted, or another controller has taken over."""
+class _DeletionInterruptedError(Exception):
+    """Old commits are not deleted any further now: another effect is due, or another controller has taken
+    over."""
 
 
 _PAUSED_S = 1.0
@@ -452,16 +453,16 @@ class Controller:
                     self._on_progress()
                     if self.clock.monotonic_s() - checked_s > _PAUSED_S:
                         if manifests.newest_incarnation(self.store) != self.coordinator.incarnation:
-                            raise _Urgent
+                            raise _DeletionInterruptedError
                         checked_s = self.clock.monotonic_s()
                     if self.coordinator.has_effects:
-                        raise _Urgent
+                        raise _DeletionInterruptedError
 
                 try:
                     self.cleaner.clean(check)
                     self._write_retention()
                     self._log_rate_limit.over("clean")
-                except _Urgent:
+                except _DeletionInterruptedError:
                     log.debug("deletion of old checkpoints continues after the next commit")
                 except UnavailableError as error:
                     self._log_rate_limit.warning(log, "clean", text, error)

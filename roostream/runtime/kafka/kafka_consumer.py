@@ -192,7 +192,7 @@ class KafkaConsumer:
         self._paused: set[Partition] = set()
         self._consumer: Consumer | None = consumer
         self._silent_since_s = 0.0  # negative: the silence has been logged
-        self._arrived_s = dict.fromkeys(options.partitions, 0.0)  # last record, end, start or pause
+        self._arrived_s = dict.fromkeys(options.partitions, 0.0)  # its last record or end, or its last start
         self._ends_before: Progress = {}  # of silent partitions, as of the last check
         self._stalled_s, self._next_check_s = _STALLED_S, 0.0
         self.set_limits({})
