@@ -26,7 +26,7 @@ from infra.options import StackOptions, to_toml_value
 from infra.ports import Endpoints, is_listening, port_of, responds_ok
 from roostream.errors import ConfigError, UnavailableError, nearest
 from roostream.runtime.flink_rest import FlinkRest
-from roostream.runtime.flink_restore_points import delete_old_restore_points, newest_restore_point
+from roostream.runtime.flink_restore_points import delete_old_restore_points
 from roostream.runtime.program import REFUSED_CODE
 from roostream.schema.settings import environment_variables
 
@@ -200,8 +200,8 @@ def joins_on_flink(options: StackOptions) -> bool:
 
 
 def _restore_folder(instance: ProgramInstance) -> str:
-    """The folder with the newest restore point at the time when the joiner submits a new job; "" = the job
-    begins with the oldest events.
+    """The folder with the newest restore point at the time when the joiner submits a new job. One without any
+    begins a join with the oldest events, if none of its jobs has committed offsets to Kafka.
 
     Older restore points are deleted, but only when the job manager has said that no job runs: one that does
     not answer may still run a job that writes into these folders. That job may also have ended when the
@@ -211,7 +211,6 @@ def _restore_folder(instance: ProgramInstance) -> str:
     with contextlib.suppress(UnavailableError):
         if FlinkRest(instance.endpoints.flink).live_job() is None:
             delete_old_restore_points(flink)
-            return str(flink) if newest_restore_point(flink) else ""
     return str(flink)
 
 

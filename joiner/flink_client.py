@@ -78,7 +78,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     else:
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
         if fetch:
-            check_restore_point(config.restore, fetch, stop)
+            check_restore_point(config, fetch, stop)
         job_id = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job_id, rest.url, job_id)
     high_availability = retry(rest, rest.high_availability, stop)
@@ -226,21 +226,21 @@ def committed_by_job(config: JoinerConfig) -> FetchOffsets:
     return partial(committed_offsets, client, options)
 
 
-def check_restore_point(restore: str, fetch: FetchOffsets, stop: threading.Event) -> None:
-    """Check that the folder `restore` has not lost its restore points. `fetch` returns what the job has
-    committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
+def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threading.Event) -> None:
+    """Check that the folder `config.restore` has not lost its restore points. `fetch` returns what the job
+    has committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
 
     Raises:
         UnavailableError: a job has written checkpoints, but none is there; or `stop` was set.
     """
-    if not restore or _restore_point(restore):
+    if not config.restore or _restore_point(config.restore):
         return
     offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
     if any(offset.next >= 0 for offset in offsets.values()):
         raise UnavailableError(
-            f"expected a savepoint or checkpoint in {restore}, because a job has committed its offsets to "
-            "Kafka, got none: make its volume available again, or remove the setting 'restore' to join all "
-            "events again"
+            f"expected a savepoint or checkpoint in {config.restore}, because a job has committed its offsets "
+            "to Kafka, got none: make the folder's files available again, or delete the consumer group "
+            f"{config.prefix}{JOB_NAME} in Kafka to join all events again"
         )
 
 

@@ -252,11 +252,13 @@ def test_checkpoints_are_deleted_only_when_the_job_manager_says_that_no_job_runs
     )
 
 
-def test_a_stack_without_checkpoints_joins_from_the_beginning(
+def test_a_stack_that_lost_its_checkpoints_leaves_the_check_to_the_joiner(
     tmp_path: Path, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlinkRest, "get", lambda rest, path: {"jobs": []})
     home = Home(tmp_path)
     home.make()
     program("joiner", tmp_path, endpoints).prepare()
-    assert tomllib.loads((home.conf / "joiner.toml").read_text())["restore"] == ""
+    assert tomllib.loads((home.conf / "joiner.toml").read_text())["restore"] == str(
+        home.root / "flink"
+    )

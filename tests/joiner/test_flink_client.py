@@ -114,15 +114,16 @@ def test_a_folder_that_lost_its_checkpoints_is_not_a_reason_to_join_everything_a
             ("engagements", 0): CommittedOffset(0, offset),
         }
 
-    folder, stop = str(tmp_path), threading.Event()
-    check_restore_point("", committed(7), stop)  # who removes the setting wants to join everything again
-    check_restore_point(folder, committed(-1), stop)
-    with pytest.raises(UnavailableError, match="restore"):
-        check_restore_point(folder, committed(7), stop)
+    stop = threading.Event()
+    config = JoinerConfig(restore=str(tmp_path))
+    check_restore_point(JoinerConfig(), committed(7), stop)  # without the setting, all events are joined again
+    check_restore_point(config, committed(-1), stop)
+    with pytest.raises(UnavailableError, match="consumer group"):
+        check_restore_point(config, committed(7), stop)
     (tmp_path / "savepoints/a").mkdir(parents=True)
     (tmp_path / "savepoints/a/_metadata").write_text("x")
-    check_restore_point(folder, committed(7), stop)
-    check_restore_point(f"{folder}/savepoints/a", committed(7), stop)
+    check_restore_point(config, committed(7), stop)
+    check_restore_point(JoinerConfig(restore=f"{tmp_path}/savepoints/a"), committed(7), stop)
 
 
 @pytest.mark.parametrize(
