@@ -14,7 +14,7 @@ export VIRTUAL_ENV := $(VENV)
 # Without byte code every process compiles torch and the project anew: seconds of CPU each.
 unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-dev demo test check coverage e2e chaos soak fuzz gpu bench k8s docs reset format lock promtool
+.PHONY: help setup setup-dev demo test check coverage e2e chaos soak fuzz gpu bench k8s containers docs reset format lock promtool
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -29,7 +29,7 @@ demo: setup  ## the whole loop with simulated users, until Ctrl-C (DEMO_SECONDS=
 	@roostream demo --home $(HOME_DIR) $(ARGS)
 
 test: setup-dev  ## all tests but the long ones; what CI runs
-	@pytest -q -n auto --maxprocesses 3 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
+	@pytest -q -n auto --maxprocesses 3 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow and not containers" $(ARGS)
 
 check: setup-dev  ## format, lint, types, import rules, style of prose, links of the documentation
 	@ruff format --check .
@@ -38,9 +38,9 @@ check: setup-dev  ## format, lint, types, import rules, style of prose, links of
 	@pytest -q -m "not e2e" tests/contract
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
-coverage: setup-dev  ## line coverage of all tests but e2e, chaos and slow; fails below 90 %
+coverage: setup-dev  ## line coverage of all tests but e2e, chaos, slow and containers; fails below 90 %
 	@rm -rf build/coverage && mkdir -p build/coverage
-	@coverage run -m pytest -q -m "not e2e and not chaos and not slow" $(ARGS)
+	@coverage run -m pytest -q -m "not e2e and not chaos and not slow and not containers" $(ARGS)
 	@coverage combine -q
 	@coverage report --fail-under=90 --skip-covered --sort=cover
 
@@ -61,6 +61,9 @@ gpu: setup-dev  ## tests and benchmarks that need a CUDA device; build/gpu/repor
 
 k8s: setup-dev  ## the manifests: schemas, policies, arrows, a real API server and controllers (built once, minutes), every pod's program started here
 	@BUILD_KUBERNETES=1 pytest -q tests/k8s $(ARGS)
+
+containers: setup-dev  ## the images built by Docker, and the loop of infra/compose.yaml in containers (needs Docker with Compose and Buildx)
+	@pytest -q -m containers tests/containers $(ARGS)
 
 bench: setup-dev  ## every benchmark; its rows as a table
 	@roostream bench all $(ARGS)

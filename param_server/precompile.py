@@ -68,3 +68,4 @@ def _exercise(table: StackTable) -> None:
     run_to_end(table.unfreeze(frozen))
     stored = row_block.decode(row_block.encode(changes, b"warm"), b"warm", 2, table.state_width)
     table.put(stored)
+    table.clear_changes()

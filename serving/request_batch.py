@@ -28,6 +28,7 @@ from roostream.wire.decode_scan import check_block as check_spans
 from roostream.wire.jagged import Jagged
 from roostream.wire.missing_features import is_set
 from roostream.wire.proto_fields import BLOCK
+from serving.json_keys import check_keys
 
 
 class RequestColumns(NamedTuple):
@@ -336,3 +337,4 @@ def precompile() -> None:
     """Compile the kernels into numba's cache."""
     schema = Schema(ro=(Feature(name="x"),), labels=(Label(name="click", action="click"),))
     build_batch(schema, [read_request(schema, b"", b"", np.zeros(1, np.int64), 0)])
+    check_keys(b"{}")

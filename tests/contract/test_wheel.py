@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TOP_PACKAGES = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
 OUTSIDE = tuple(
     f"infra/{name}"
-    for name in ("k8s/", "s3/", "image/", "systemd/", "compose.yaml", "promtool.sh", "setup.sh")
+    for name in ("k8s/", "s3/", "image/", "systemd/", "compose/", "compose.yaml", "promtool.sh", "setup.sh")
 )
 """Files of deployments, which the wheel leaves out: users take them from a checkout or a release archive."""
 ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"

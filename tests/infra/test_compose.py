@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from infra.flink_cluster import pyflink_home
+from infra.options import demo
 from infra.program_specs import PROGRAM_SPECS
 from roostream.runtime.program import STOP_S
 from roostream.schema.settings import load
@@ -32,6 +33,11 @@ def program_of(service: dict[str, Any]) -> str:
     return words[0] if words and words[0] in PROGRAMS else ""
 
 
+def configuration(name: str) -> str:
+    """The text of a file that the Compose file mounts."""
+    return (INFRA / COMPOSE["configs"][name]["file"]).read_text(encoding="utf-8")
+
+
 PROGRAM_SERVICES = {name: service for name, service in COMPOSE["services"].items() if program_of(service)}
 
 
@@ -43,10 +49,16 @@ def test_the_checkpoint_store_is_created_before_any_program_starts() -> None:
     (init_service,) = (
         s for s in COMPOSE["services"].values() if s.get("command", [])[:2] == ["checkpoint", "init"]
     )
-    stores = {load_toml(COMPOSE["configs"][name]["content"]).get("store") for name in ("controller", "shard")}
+    stores = {load_toml(configuration(name)).get("store") for name in ("controller", "shard")}
     assert stores == {init_service["command"][-1]}
     for name, service in PROGRAM_SERVICES.items():
         assert service["depends_on"]["store"] == {"condition": "service_completed_successfully"}, name
+
+
+@pytest.mark.parametrize("name", demo().overrides.keys() & PROGRAMS.keys() - {"archiver", "compactor"})
+def test_programs_have_the_settings_of_a_local_stack(name: str) -> None:
+    settings = load_toml(configuration(name))
+    assert settings == {**settings, **demo().overrides[name]}
 
 
 def test_compose_runs_all_programs_of_the_loop() -> None:
@@ -65,7 +77,7 @@ def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
     service, program = PROGRAM_SERVICES[name], program_of(PROGRAM_SERVICES[name])
     mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
     file = tmp_path / f"{program}.toml"
-    file.write_text(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
+    file.write_text(configuration(mounted[service["command"][-1]]))
     settings = load(
         PROGRAMS[program].settings_class(), file, program=program, environ=service.get("environment", {})
     )
@@ -81,9 +93,13 @@ def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
 
 
 def test_the_joiner_continues_from_the_newest_checkpoint_of_the_job_manager() -> None:
-    restore = tomllib.loads(COMPOSE["configs"]["joiner"]["content"])["restore"]
+    """The task manager writes the checkpoints."""
+    restore = tomllib.loads(configuration("joiner"))["restore"]
     job_manager, joiner = COMPOSE["services"]["flink"], PROGRAM_SERVICES["joiner"]
-    assert f"execution.checkpointing.dir=file://{restore}/checkpoints" in job_manager["command"]
+    for name in ("flink", "task-manager"):
+        option = f"execution.checkpointing.dir=file://{restore}/checkpoints"
+        assert option in COMPOSE["services"][name]["command"]
+        assert {entry["source"] for entry in COMPOSE["services"][name]["configs"]} == {"schema"}, name
     volumes = [
         next(v.split(":")[0] for v in service["volumes"] if v.split(":")[1] == restore)
         for service in (job_manager, joiner)
@@ -101,7 +117,12 @@ def test_containers_have_time_to_stop_and_no_privileges(name: str) -> None:
 def test_only_serving_is_published_on_loopback() -> None:
     assert {
         name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service
-    } == {"serving": ["127.0.0.1:8080:8080"]}
+    } == {"serving": ["127.0.0.1:${SERVING_PORT:-8080}:8080"]}
+
+
+def test_read_only_containers_get_configurations_from_files() -> None:
+    """Compose refuses others."""
+    assert all(set(configuration) == {"file"} for configuration in COMPOSE["configs"].values())
 
 
 def test_every_image_has_a_version() -> None:
@@ -188,11 +209,11 @@ def test_a_service_listens_on_every_configured_address() -> None:
     listens.add(tuple(advertised.removeprefix("PLAINTEXT://").split(":")))
     for name, service in PROGRAM_SERVICES.items():
         mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
-        settings = load_toml(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
+        settings = load_toml(configuration(mounted[service["command"][-1]]))
         if "listen" in settings:
             host, _, port = settings["listen"].partition(":")
             assert host == "0.0.0.0", name
             listens.add((name, port))
-    texts = " ".join(config.get("content", "") for config in COMPOSE["configs"].values())
+    texts = " ".join(configuration(name) for name in COMPOSE["configs"] if name != "schema")
     configured = set(re.findall(r'"(?:\w+://)?([\w-]+):(\d+)(?:/\d+)?"', texts)) - {("0", "0")}
     assert len(configured) >= 5 and {address for address in configured if address not in listens} == set()

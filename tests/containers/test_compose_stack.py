@@ -1,0 +1,136 @@
+"""The images are built, and Docker starts infra/compose.yaml: requests are ranked and trained, killed programs
+come back, and a second start continues from the last commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.options import ROOT
+from infra.ports import HOST, Ports
+from tests.e2e.loop_stack import wait_until
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
+PROGRAMS = {"controller", "shard-0", "shard-1", "worker", "features", "serving", "joiner", "flink", "task-manager"}
+_START_S, _TRAIN_S = 300.0, 300.0
+
+
+def docker(*arguments: str, check: bool = True, **variables: str) -> str:
+    """Run a command of Docker in the checkout and return what it printed. With `check`, an error fails the
+    test."""
+    completed = subprocess.run(
+        ("docker", *arguments),
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert not check or completed.returncode == 0, f"{' '.join(arguments)}:\n{completed.stdout[-4000:]}"
+    return completed.stdout
+
+
+@pytest.fixture(scope="module")
+def images() -> dict[str, str]:
+    """The variables of infra/compose.yaml that name the images, which are built from the Dockerfile."""
+    if shutil.which("docker") is None or "Server Version" not in docker("info", check=False):
+        pytest.skip("Docker does not answer: start it, or set DOCKER_HOST")
+    tag = uuid.uuid4().hex[:8]
+    for target in ("roostream", "roostream-flink"):
+        docker("build", "--file", "infra/image/Dockerfile", "--target", target, "--tag", f"{target}:{tag}", ".")
+    return {"ROOSTREAM_IMAGE": f"roostream:{tag}", "FLINK_IMAGE": f"roostream-flink:{tag}"}
+
+
+class ComposeStack:
+    """The services of infra/compose.yaml under a project name of their own."""
+
+    def __init__(self, images: dict[str, str], port: int) -> None:
+        self.url = f"http://{HOST}:{port}"
+        self._project = f"roostream-{uuid.uuid4().hex[:8]}"
+        self._variables = {**images, "SERVING_PORT": str(port)}
+
+    def compose(self, *arguments: str) -> str:
+        """Run a command of Docker Compose."""
+        options = ("compose", "--file", "infra/compose.yaml", "--project-name", self._project)
+        return docker(*options, *arguments, **self._variables)
+
+    def container(self, service: str) -> dict[str, Any]:
+        """What Docker knows of the service's container."""
+        (found,) = json.loads(docker("inspect", self.compose("ps", "--all", "--quiet", service).strip()))
+        return dict(found)
+
+    def commits(self) -> list[int]:
+        """The numbers of the commits in the store, newest first."""
+        store = "/var/lib/roostream/store"
+        printed = self.compose("exec", "controller", "roostream", "checkpoint", "list", "--store", store, "--json")
+        return [commit["number"] for commit in json.loads(printed)["commits"]]
+
+    def answers(self, path: str) -> bool:
+        """Whether serving answers this path with status 200."""
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def simulate(self, seconds: float, report: Path) -> dict[str, Any]:
+        """Send the requests of simulated users, and return their report."""
+        options = ("--serving", self.url, "--rate", "15", "--seconds", str(seconds), "--report", str(report))
+        command = (sys.executable, "-m", "roostream.cli.main", "simulate", *options)
+        subprocess.run(command, check=True, capture_output=True)
+        return dict(json.loads(report.read_text(encoding="utf-8")))
+
+
+@pytest.fixture
+def stack(images: dict[str, str]) -> Iterator[ComposeStack]:
+    ports = Ports()
+    stack = ComposeStack(images, ports.draw())
+    ports.release()
+    try:
+        yield stack
+    finally:
+        print(stack.compose("logs", "--tail", "40"))
+        stack.compose("down", "--volumes", "--timeout", "5")
+
+
+def test_the_compose_file_runs_the_whole_loop(stack: ComposeStack, tmp_path: Path) -> None:
+    stack.compose("up", "--detach")
+    wait_until("serving answers", lambda: stack.answers("/livez"), _START_S)
+    stack.simulate(60, tmp_path / "first.json")
+    wait_until("serving is ready", lambda: stack.answers("/readyz"), _START_S)
+    for name in PROGRAMS:
+        container = stack.container(name)
+        assert container["State"]["Running"] and not container["RestartCount"], name
+        assert container["HostConfig"]["ReadonlyRootfs"] and container["Config"]["User"] == "10001:10001", name
+    wait_until("training commits", lambda: len(stack.commits()) >= 3, _TRAIN_S)
+    assert "compiling kernels" not in stack.compose("logs"), "the images have all kernels"
+
+    for name in ("shard-0", "worker", "task-manager"):
+        os.kill(stack.container(name)["State"]["Pid"], signal.SIGKILL)
+    committed = max(stack.commits())
+    stack.simulate(60, tmp_path / "second.json")
+    wait_until("training goes on after kills", lambda: max(stack.commits()) > committed + 2, _TRAIN_S)
+
+    stack.compose("stop")
+    for name in PROGRAMS:
+        assert stack.container(name)["State"]["ExitCode"] in (0, 143), name
+    stack.compose("start")
+    wait_until("serving is ready again", lambda: stack.answers("/readyz"), _START_S)
+    committed = max(stack.commits())
+    stack.simulate(60, tmp_path / "third.json")
+    wait_until("a second start continues", lambda: max(stack.commits()) > committed + 2, _TRAIN_S)
+    audit = stack.compose("run", "--rm", "--no-deps", "topics", "audit", "--kafka", "kafka:9092")
+    assert "accounted" in audit and "yes" in audit
