@@ -349,12 +349,13 @@ class Compactor:
                 self._damaged(f"{seal.day} partition {seal.partition} is not sealed", error)
             beat()
         self.num_due = 0
-        self.merge_corrections(beat)
-        self.retire()
-        beat()
-        if self.clock.monotonic_s() >= self._next_vacuum_s:
-            self.vacuum()
-            self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
+        # A full disk stops what writes. The vacuum frees space.
+        for step in (lambda: self.merge_corrections(beat), self.retire, self._vacuum_hourly):
+            try:
+                step()
+            except UnavailableError as error:
+                unavailable = unavailable or error
+            beat()
         if unavailable is not None:
             raise unavailable
 
@@ -552,6 +553,11 @@ class Compactor:
             deleted += table.vacuum(self.config.vacuum_after_hours, held)
         self.counts.deleted += len(deleted)
         return deleted
+
+    def _vacuum_hourly(self) -> None:
+        if self.clock.monotonic_s() >= self._next_vacuum_s:
+            self.vacuum()
+            self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
 
     def _write_sealed(self, seal: Seal, new_files: list[DataFile], beat: Callable[[], None]) -> None:
         """Append the new files to `new_files`, one set for each writer and topic."""

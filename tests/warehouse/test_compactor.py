@@ -4,6 +4,7 @@ the labels at the close. It also retires old days and deletes unreferenced files
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import threading
 import tracemalloc
@@ -34,7 +35,7 @@ from roostream.warehouse.compact import (
 )
 from roostream.warehouse.compactor_program import METRICS, metrics_of
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.data_file import DataFile, new_path
 from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read_latest
 from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.sessions.sample_table import SampleTable
@@ -45,6 +46,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.records import Record
+from tests.runtime.full_disk import limited_file_size
 from tests.warehouse.archive_runs import TOPIC_IDS, FullDisk, count_offsets, make_archiver, stored_files
 from tests.warehouse.sample_cases import (
     assert_same_batch,
@@ -619,6 +621,18 @@ def test_merged_corrections_that_do_not_fit_on_a_disk_leave_no_file(tmp_path: Pa
     assert stored_files(tmp_path) == before
     compactor.run_once(threading.Event())
     assert len(Warehouse(tmp_path).corrections.snapshot().files) == 2, "one of each topic"
+
+
+def test_a_full_disk_does_not_stop_the_vacuum(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    compactor = make_compactor(tmp_path, keep_days=1)
+    path = tmp_path / "samples" / new_path(date(1970, 1, 1), 0, SCHEMA.fingerprint, 4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(1000))
+    os.utime(path, (0, 0))  # of a program that was killed long ago
+    with limited_file_size(64), pytest.raises(UnavailableError):
+        compactor.run_once(threading.Event())  # neither a seal nor a retirement can be written
+    assert not path.exists() and compactor.counts.seals == compactor.counts.retired == 0
 
 
 def run_with_room(compactor: Compactor, location: Path, room: int) -> None:
