@@ -217,4 +217,7 @@ def rocks_options() -> rocksdict.Options:
     options.set_block_based_table_factory(tables)
     options.set_max_background_jobs(min(os.cpu_count() or 1, 2))
     options.set_keep_log_file_num(2)
+    # Each flush makes two files. RocksDB keeps all of them open without this: 1024, the usual limit of a
+    # process, with 2 GB of segments.
+    options.set_max_open_files(256)
     return options

@@ -3,6 +3,8 @@ damaged files."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +162,23 @@ def test_rocksdb_syncs_only_on_request(tmp_path: Path) -> None:
     store.write([(b"b", b"2")], sync=True)
     assert syncs() == before + 1
     store.close()
+
+
+def test_rocksdb_keeps_few_files_open(tmp_path: Path) -> None:
+    store, value = RocksDbStore(tmp_path).open(), bytes(20_000)
+    for n in range(200):
+        store.write([(b"%03d" % n, value)], sync=True)
+        store.database().flush(True)
+    store.close()
+    assert len(list(tmp_path.iterdir())) > 400
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 300, limits[1]))
+    try:
+        store.open()
+        assert all(store.get(b"%03d" % n) == value for n in range(200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        store.close()
 
 
 def test_rocksdb_bounds_its_write_memory(tmp_path: Path) -> None:
