@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -46,6 +47,9 @@ AWAY_CODE = 69
 HELD_CODE = 75
 """Exit code while training is on hold: do not restart before the hold is over."""
 
+
+MAX_OPEN_FILES = 65536
+"""As in the systemd units."""
 
 _DEFECT = "%s failed: this is a defect of Roostream, not of your settings"
 
@@ -121,6 +125,15 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def raise_open_files_limit() -> None:
+    """Let this process open as many files as the machine allows it, at most MAX_OPEN_FILES. The usual limit,
+    1024, is less than the connections that serving accepts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     """Log to standard error. `level`: by default of the environment variable ROOSTREAM_LOG. Raises
     ConfigError for an unknown level, after setting INFO."""
@@ -193,6 +206,7 @@ def run(
     """
     faulthandler.enable()
     tune_garbage_collector()
+    raise_open_files_limit()
     stop = Stop()
     if threading.current_thread() is threading.main_thread():
         set_on_signals(stop)
