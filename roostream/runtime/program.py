@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
 from roostream.errors import (
+    EXHAUSTED,
     ConfigError,
     HeldError,
     RoostreamError,
@@ -198,8 +199,9 @@ def run(
     """Run `body` until it returns or raises. Returns the exit code:
 
     0: done, or stopped by a signal, also while waiting for a peer. 2: wrong settings (ConfigError). 69:
-    another RoostreamError, logged in one line; a supervisor restarts the program. 75: training is on hold; a
-    restart does not help. 1: a defect of Roostream, with its traceback in the log.
+    another RoostreamError, or no space or file descriptor was left, logged in one line; a supervisor restarts
+    the program. 75: training is on hold; a restart does not help. 1: a defect of Roostream, with its
+    traceback in the log.
 
     `is_command`: a person has typed `roostream NAME`. Then an error is a line on standard error, and its code
     is 2, or 75 for a hold. A command that was stopped before its end returns 1.
@@ -229,10 +231,13 @@ def run(
             log.error("%s: %s", name, error)
         return _exit_code(error)
     except OSError as error:
-        text = describe_os_error(error) if is_command else ""
+        text = describe_os_error(error) if is_command or error.errno in EXHAUSTED else ""
         if not text:
             log.exception(_DEFECT, name)
             return 1
+        if not is_command:
+            log.error("%s: %s", name, text)
+            return AWAY_CODE
         print(f"error: {text}", file=sys.stderr, flush=True)
         return REFUSED_CODE
     except Exception:

@@ -47,6 +47,9 @@ def start_program(
         ("raise UnavailableError('Kafka does not answer')", 69, "prog: Kafka does not answer"),
         ("stop.set(); raise CheckpointError('manifest is damaged')", 69, "prog: manifest is damaged"),
         ("raise HeldError('training is held: out of memory')", 75, "prog: training is held"),
+        ("raise OSError(28, 'No space left', '/tmp/x')", 69, "prog: /tmp/x: No space left; free some space"),
+        ("raise OSError(24, 'Too many open files')", 69, "raise the limit of open files"),
+        ("raise OSError(9, 'Bad file descriptor')", 1, "this is a defect of Roostream"),
         ("raise ValueError('oops')", 1, "this is a defect of Roostream, not of your settings"),
     ],
 )
