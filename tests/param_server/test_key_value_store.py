@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +88,35 @@ def test_rocksdb_continues_after_a_full_disk(tmp_path: Path) -> None:
     reopened = RocksDbStore(tmp_path).open()
     assert reopened.get(b"a") == b"1" * 4096 and reopened.get(b"b") == b"2"
     reopened.close()
+
+
+def test_writes_that_do_not_fit_are_refused_while_rocksdb_can_still_delete_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = 40 << 20
+
+    def disk(_: object) -> SimpleNamespace:
+        used = sum(path.stat().st_size for path in tmp_path.iterdir())
+        return SimpleNamespace(f_bavail=max(capacity - used, 0), f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", disk)
+    store = RocksDbStore(tmp_path).open()
+    store.write([(b"kept", bytes(4 << 20))], sync=True)
+    keys = [b"%d" % n for n in range(40)]
+    for _ in range(5):
+        with pytest.raises(UnavailableError, match="MiB of free space"):
+            for key in keys:
+                store.write([(key, bytes(4 << 20))])
+        store.write((), keys)
+    with pytest.raises(UnavailableError, match="MiB of free space"):
+        store.check_space(capacity)
+    store.close()
+    store.open()
+    assert store.get(b"kept") == bytes(4 << 20) and list(store.keys(b"")) == [b"kept"]
+    capacity = 80 << 20
+    for key in keys[:8]:  # 32 MiB
+        store.write([(key, bytes(4 << 20))])
+    store.close()
 
 
 def test_rocksdb_is_reopened_at_each_call_until_it_succeeds(tmp_path: Path) -> None:
