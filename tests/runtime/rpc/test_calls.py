@@ -418,6 +418,21 @@ def test_an_error_that_was_answered_is_never_a_lost_answer() -> None:
         assert type(error_of({"error": name, "message": "m"})) is UnavailableError
 
 
+def test_a_host_name_is_not_resolved_without_a_thread_and_later_it_is(
+    server: RpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_start(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    transport = SocketTransport(f"localhost:{server.port}")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail_to_start)
+        with pytest.raises(TransportError, match="can't start new thread"):
+            transport.call("echo", {"x": 1})
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+    transport.close()
+
+
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
     server: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
