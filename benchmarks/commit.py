@@ -138,6 +138,7 @@ class TimedStore:
     def __init__(self, blobs: KeyValueStore) -> None:
         self._blobs = blobs
         self.get, self.keys, self.close = blobs.get, blobs.keys, blobs.close
+        self.check_space = blobs.check_space
         self.write_s = self.sync_s = 0.0
 
     def write(

@@ -31,6 +31,7 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.topics import Partition, name_of
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.wire.records import Record
 
 log = logging.getLogger("roostream.joiner")
@@ -141,13 +142,14 @@ class LocalRunner:
         self._last_record_s = dict.fromkeys(engine.partitions, clock.monotonic_s())
         self._paused: set[Partition] = set()
         self._stop = threading.Event()
+        self._log_rate_limit = LogRateLimit(clock.monotonic_s)
         self._schema_backoff = Backoff(what="a schema in the store", clock=clock)
         self._event_time, self._num_records = EventTimeProgress(clock), 0
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set; the last snapshot includes all records that were read, unless Kafka is away
-        then."""
+        """Until `stop` is set; the last snapshot includes all records that were read, unless Kafka or the
+        disk is away then."""
         name = self.snapshots.restore(self.engine)  # 4
         log.info("the join continues from %s", name or "the oldest records: there is no snapshot")
         # Offset 0: nothing was read of the partition.
@@ -166,8 +168,8 @@ class LocalRunner:
                 checkpoint_s = self.clock.monotonic_s() + self.config.checkpoint_interval_ms / 1000
         if not self.checkpoint(threading.Event()):
             log.warning(
-                "Kafka did not acknowledge the last outputs, so there is no snapshot of the last records; a "
-                "restart joins them again"
+                "there is no snapshot of the last records, because Kafka did not acknowledge their outputs "
+                "or the disk did not take it; a restart joins them again"
             )
 
     def step(self, timeout_s: float = 0.05) -> None:
@@ -191,12 +193,19 @@ class LocalRunner:
 
     def checkpoint(self, stop: threading.Event) -> bool:
         """Wait until all outputs are acknowledged, then write a snapshot (2, 3). False: none was written,
-        because `stop` was set or the sink gave up first."""
+        because `stop` was set or the sink gave up first, or the disk is full or away."""
         with self.health.waiting("Kafka to acknowledge the joiner's outputs"):
             acknowledged = self.sink.flush(stop)
         if acknowledged:
             started_s, snapshot = self.clock.monotonic_s(), self.engine.snapshot()
-            self.snapshots.write(snapshot)
+            try:
+                self.snapshots.write(snapshot)
+            except UnavailableError as error:  # a restart would join again what the last snapshot lacks
+                text = "no snapshot was written (%s); the next checkpoint tries again"
+                self._log_rate_limit.warning(log, "snapshot", text, error)
+                return False
+            if self._log_rate_limit.over("snapshot"):
+                log.info("snapshots can be written again")
             duration_s = self.clock.monotonic_s() - started_s
             self.metrics.set_snapshot(
                 self.clock.now_ms(), duration_s, len(snapshot), self.engine.rules_changed

@@ -18,6 +18,9 @@ _FLUSH_BYTES = 4 << 20
 """RocksDB keeps written values in memory until its buffer is full, which takes an hour of small commits. So
 the store flushes once this much was written."""
 
+_MAX_LOG_BYTES = 64 << 20  # values are in the log before they are in a file
+_SPARE_BYTES = 4 << 20  # for RocksDB's own files
+
 
 class KeyValueStore(Protocol):
     """One thread at a time.
@@ -39,6 +42,9 @@ class KeyValueStore(Protocol):
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         """Ascending."""
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raise UnavailableError if there is no space for values of this size. `write` checks its own."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -70,6 +76,9 @@ class MemoryKeyValueStore:
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         return iter(sorted(k for k in self.data if k.startswith(prefix)))
+
+    def check_space(self, num_bytes: int) -> None:
+        """There is always enough."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -119,6 +128,8 @@ class RocksDbStore:
             batch.delete(key)
         options = rocksdict.WriteOptions()
         options.sync = sync
+        if num_bytes:
+            self.check_space(num_bytes)
         db = self.database()
         try:
             db.write(batch, options)
@@ -129,6 +140,27 @@ class RocksDbStore:
         self._unflushed_bytes += num_bytes
         if sync and self._unflushed_bytes >= _FLUSH_BYTES:
             self._flush(db)
+
+    def check_space(self, num_bytes: int) -> None:
+        # Without space RocksDB can neither delete nor be opened, because opening flushes. What an aborted
+        # commit has written would then stay.
+        db = self.database()
+        for is_last in (False, True):
+            in_memory = int(db.property_int_value("rocksdb.cur-size-all-mem-tables") or 0)
+            needed = in_memory + num_bytes + min(num_bytes, _MAX_LOG_BYTES) + _SPARE_BYTES
+            try:
+                disk = os.statvfs(self.directory)
+            except OSError as error:
+                raise self._failure("written", error) from None
+            if (free := disk.f_bavail * disk.f_frsize) >= needed:
+                return
+            if not is_last:
+                self._flush(db)  # this drops deleted values, and the log
+                db = self.database()
+        raise UnavailableError(
+            f"segments in {self.directory} cannot be written: expected {needed >> 20} MiB of free space, got "
+            f"{free >> 20}; free disk space"
+        )
 
     def _flush(self, db: rocksdict.Rdict) -> None:
         """Free the memory of written values. What cannot be flushed stays in the log, which was synced."""
@@ -208,7 +240,7 @@ def rocks_options() -> rocksdict.Options:
     options.create_if_missing(True)
     options.set_compression_type(rocksdict.DBCompressionType.none())  # rows do not compress
     options.set_write_buffer_size(32 << 20)
-    options.set_max_total_wal_size(64 << 20)
+    options.set_max_total_wal_size(_MAX_LOG_BYTES)
     options.set_enable_blob_files(True)  # large values are not copied at each level
     options.set_min_blob_size(16 << 10)
     options.set_enable_blob_gc(True)
@@ -217,4 +249,7 @@ def rocks_options() -> rocksdict.Options:
     options.set_block_based_table_factory(tables)
     options.set_max_background_jobs(min(os.cpu_count() or 1, 2))
     options.set_keep_log_file_num(2)
+    # Each flush makes two files. RocksDB keeps all of them open without this: 1024, the usual limit of a
+    # process, with 2 GB of segments.
+    options.set_max_open_files(256)
     return options

@@ -167,12 +167,15 @@ class Segments:
         complete: frozenset[int] = _NONE,
         *,
         num_keys: int | None = None,
+        num_bytes: int = 0,
     ) -> tuple[Segment, ...]:
         """As `write`, of changes that come part by part (see `SegmentParts.write`). `num_keys`: number of
-        their keys; None: a segment is written even if there are none."""
+        their keys; None: a segment is written even if there are none. `num_bytes`: about how many they are
+        in bytes; if the disk has no space for them, nothing is written."""
         states = {stack: state for stack, state in (policy_states or {}).items() if state}
         if num_keys == 0 and not complete and self._has_policy_states(base, states):
             return tuple(base)
+        self.store.check_space(num_bytes)
         try:
             self._remember_store()
             state = (*base, self.parts.write(name, parts, complete, states))

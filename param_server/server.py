@@ -506,6 +506,7 @@ class Shard:
                 frozen.policy_states,
                 frozen.complete,
                 num_keys=sum(map(len, frozen.rows.values())),
+                num_bytes=sum(len(rows) * self.tables[name].row_bytes for name, rows in frozen.rows.items()),
             )
             for name, rows in frozen.rows.items():
                 self._in_steps(self.tables[name].release(rows))

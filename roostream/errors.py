@@ -119,6 +119,9 @@ _REMEDIES = {
     errno.ENFILE: "raise the system's limit of open files",
 }
 
+EXHAUSTED = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE))
+"""Numbers of errors that say that the machine has no more space or files now."""
+
 
 def describe_os_error(error: OSError) -> str:
     """One sentence for an error of the system that a user can cause: about a path, or about a full disk.

@@ -195,7 +195,11 @@ class _Server(ThreadingWSGIServer):
 
     def get_request(self) -> tuple[Any, Any]:
         """The TLS handshake is left to the connection's own thread."""
-        connection, address = super().get_request()
+        try:
+            connection, address = super().get_request()
+        except OSError:  # probably out of file descriptors; the server tries again at once
+            time.sleep(0.1)
+            raise
         if self.context is not None:
             connection = self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address

@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
 from roostream.errors import (
+    EXHAUSTED,
     ConfigError,
     HeldError,
     RoostreamError,
@@ -46,6 +48,9 @@ AWAY_CODE = 69
 HELD_CODE = 75
 """Exit code while training is on hold: do not restart before the hold is over."""
 
+
+MAX_OPEN_FILES = 65536
+"""As in the systemd units."""
 
 _DEFECT = "%s failed: this is a defect of Roostream, not of your settings"
 
@@ -121,6 +126,15 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def raise_open_files_limit() -> None:
+    """Let this process open as many files as the machine allows it, at most MAX_OPEN_FILES. The usual limit,
+    1024, is less than the connections that serving accepts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     """Log to standard error. `level`: by default of the environment variable ROOSTREAM_LOG. Raises
     ConfigError for an unknown level, after setting INFO."""
@@ -185,14 +199,16 @@ def run(
     """Run `body` until it returns or raises. Returns the exit code:
 
     0: done, or stopped by a signal, also while waiting for a peer. 2: wrong settings (ConfigError). 69:
-    another RoostreamError, logged in one line; a supervisor restarts the program. 75: training is on hold; a
-    restart does not help. 1: a defect of Roostream, with its traceback in the log.
+    another RoostreamError, or no space or file descriptor was left, logged in one line; a supervisor restarts
+    the program. 75: training is on hold; a restart does not help. 1: a defect of Roostream, with its
+    traceback in the log.
 
     `is_command`: a person has typed `roostream NAME`. Then an error is a line on standard error, and its code
     is 2, or 75 for a hold. A command that was stopped before its end returns 1.
     """
     faulthandler.enable()
     tune_garbage_collector()
+    raise_open_files_limit()
     stop = Stop()
     if threading.current_thread() is threading.main_thread():
         set_on_signals(stop)
@@ -215,10 +231,13 @@ def run(
             log.error("%s: %s", name, error)
         return _exit_code(error)
     except OSError as error:
-        text = describe_os_error(error) if is_command else ""
+        text = describe_os_error(error) if is_command or error.errno in EXHAUSTED else ""
         if not text:
             log.exception(_DEFECT, name)
             return 1
+        if not is_command:
+            log.error("%s: %s", name, text)
+            return AWAY_CODE
         print(f"error: {text}", file=sys.stderr, flush=True)
         return REFUSED_CODE
     except Exception:

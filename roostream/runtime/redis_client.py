@@ -39,11 +39,14 @@ def redis_errors(url: str) -> Iterator[None]:
     try:
         yield
     except redis.RedisError as error:
-        raise UnavailableError(f"Redis at {url} failed: {error}{_advice(url, error)}") from None
+        text = f"Redis at {url} failed: {str(error).rstrip('.')}{_advice(url, error)}"
+        raise UnavailableError(text) from None
 
 
 def _advice(url: str, error: redis.RedisError) -> str:
-    """What to check if one side may use TLS and the other does not."""
+    """What to do about a full Redis, and what to check if one side may use TLS and the other does not."""
+    if isinstance(error, redis.OutOfMemoryError):
+        return "; raise its maxmemory, or free some memory"
     if url.startswith("rediss:") and isinstance(error, redis.TimeoutError):
         return "; if this port is without TLS, the address is redis://…"
     if url.startswith("redis:") and "reset by peer" in str(error):

@@ -32,7 +32,7 @@ from roostream.schema.registry import register
 from roostream.schema.schema import Registry, Schema
 from roostream.warehouse.data_file import LATEST_MS, DataFile, day_of
 from roostream.warehouse.delta_table import MissingFilesError, ProgressStep
-from roostream.warehouse.parquet_file import MAX_VALUES, FileKey, FileRows, write_rows
+from roostream.warehouse.parquet_file import MAX_VALUES, FileKey, FileRows, delete_files, write_rows
 from roostream.warehouse.record_columns import (
     ENVELOPE,
     EVENTS,
@@ -500,22 +500,27 @@ class Archiver:
         dead: list[DeadRecord] = []
         pending: dict[str, _PendingFiles] = {}
         positions = self.reader.positions()
-        for partition, records in by_partition.items():
-            table = pending.setdefault(partition[0], _PendingFiles([], {}))
-            table.files.extend(self._files_of(partition, records, dead))
-            table.steps[self._name(partition)] = ProgressStep(
-                self._positions[partition], positions[partition]
-            )
-        if dead:
-            self.send_dead(dead)
-            self.counts.dead += len(dead)
+        try:
+            for partition, records in by_partition.items():
+                table = pending.setdefault(partition[0], _PendingFiles([], {}))
+                self._write_files(partition, records, table.files, dead)
+                table.steps[self._name(partition)] = ProgressStep(
+                    self._positions[partition], positions[partition]
+                )
+            if dead:
+                self.send_dead(dead)
+                self.counts.dead += len(dead)
+        except BaseException:
+            for topic, made in pending.items():
+                delete_files(self.warehouse.store, topic, made.files)
+            raise
         return pending
 
-    def _files_of(
-        self, partition: Partition, records: list[Record], dead: list[DeadRecord]
-    ) -> list[DataFile]:
+    def _write_files(
+        self, partition: Partition, records: list[Record], files: list[DataFile], dead: list[DeadRecord]
+    ) -> None:
+        """Append the new files to `files`, and unreadable records to `dead`."""
         topic, number = partition
-        out: list[DataFile] = []
         kind = wire.SAMPLE if topic == SAMPLES else wire.CORRECTION
         of_writer, unreadable = group_by_writer(records, self._schema, kind)
         dead += unreadable
@@ -536,8 +541,8 @@ class Archiver:
                     fingerprint=fingerprint,
                     topic=self.topic_ids[topic],
                 )
-                out += [write_rows(self.warehouse.store, part, key) for part in split_rows(rows)]
-        return out
+                for part in split_rows(rows):
+                    files.append(write_rows(self.warehouse.store, part, key))
 
     def _schema(self, fingerprint: int) -> Schema | None:
         """A schema from the deployment's store, or, if its file there is missing or damaged, the copy in the

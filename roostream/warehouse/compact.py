@@ -40,7 +40,7 @@ from roostream.warehouse.data_file import DataFile, day_bounds_ms, day_of
 from roostream.warehouse.delta_table import ProgressStep, TableSnapshot
 from roostream.warehouse.file_reader import SampleFile, writer_of
 from roostream.warehouse.latest_labels import LATEST, LatestLabels, overlay_labels, read_latest
-from roostream.warehouse.parquet_file import ROWS_OF_GROUP, FileKey, FileRows, write_rows
+from roostream.warehouse.parquet_file import ROWS_OF_GROUP, FileKey, FileRows, delete_files, write_rows
 from roostream.warehouse.version_pins import pinned_versions
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType, FlatColumn, label_column
@@ -349,12 +349,13 @@ class Compactor:
                 self._damaged(f"{seal.day} partition {seal.partition} is not sealed", error)
             beat()
         self.num_due = 0
-        self.merge_corrections(beat)
-        self.retire()
-        beat()
-        if self.clock.monotonic_s() >= self._next_vacuum_s:
-            self.vacuum()
-            self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
+        # A full disk stops what writes. The vacuum frees space.
+        for step in (lambda: self.merge_corrections(beat), self.retire, self._vacuum_hourly):
+            try:
+                step()
+            except UnavailableError as error:
+                unavailable = unavailable or error
+            beat()
         if unavailable is not None:
             raise unavailable
 
@@ -408,7 +409,13 @@ class Compactor:
         before = table.snapshot()
         if not {file.path for file in seal.files} <= {file.path for file in before.files}:
             return False
-        new_files, count = self._write_sealed(seal, beat), before.progress(name)
+        new_files: list[DataFile] = []
+        try:
+            self._write_sealed(seal, new_files, beat)
+        except BaseException:
+            delete_files(self.warehouse.store, SAMPLES, new_files)
+            raise
+        count = before.progress(name)
         steps = {name: ProgressStep(count, (count or 0) + 1)}
         for topic, behind in next_offset_by_topic(seal.corrections).items():
             source = folded_name(seal.day, seal.partition, topic)
@@ -445,7 +452,7 @@ class Compactor:
                 continue
             count = late.progress(name := compact_name(day, partition))
             try:
-                new = [file for group in sorted(groups) for file in self._merged_corrections(files, group)]
+                new = self._merged_corrections(files, sorted(groups))
                 step = {name: ProgressStep(count, (count or 0) + 1)}
                 self.warehouse.corrections.commit(new, files, step)
             except FencedError as error:
@@ -460,23 +467,34 @@ class Compactor:
             beat()
         return merged
 
-    def _merged_corrections(self, files: Sequence[DataFile], group: tuple[int, str]) -> list[DataFile]:
-        chosen = [file for file in files if (file.fingerprint, file.topic) == group]
-        column_types = correction_types(writer_of(chosen[0], self.warehouse.registry))
-        parts = []
-        for file in chosen:
-            columns, counts_R = self.warehouse.open_file(CORRECTIONS, file).columns(column_types)
-            parts.append(FileRows(columns=columns, column_types=column_types, counts_R=counts_R))
-        rows = sort_by_user(merge_rows(parts, np.arange(sum(file.rows for file in chosen))))
-        key = FileKey(
-            table=CORRECTIONS,
-            day=chosen[0].day,
-            partition=chosen[0].partition,
-            fingerprint=group[0],
-            topic=group[1],
-            sealed=True,
-        )
-        return [write_rows(self.warehouse.store, part, key) for part in split_rows(rows)]
+    def _merged_corrections(
+        self, files: Sequence[DataFile], groups: Sequence[tuple[int, str]]
+    ) -> list[DataFile]:
+        """The new files, one set for each writer and topic."""
+        new_files: list[DataFile] = []
+        try:
+            for fingerprint, topic in groups:
+                chosen = [file for file in files if (file.fingerprint, file.topic) == (fingerprint, topic)]
+                column_types = correction_types(writer_of(chosen[0], self.warehouse.registry))
+                parts = []
+                for file in chosen:
+                    columns, counts_R = self.warehouse.open_file(CORRECTIONS, file).columns(column_types)
+                    parts.append(FileRows(columns=columns, column_types=column_types, counts_R=counts_R))
+                rows = sort_by_user(merge_rows(parts, np.arange(sum(file.rows for file in chosen))))
+                key = FileKey(
+                    table=CORRECTIONS,
+                    day=chosen[0].day,
+                    partition=chosen[0].partition,
+                    fingerprint=fingerprint,
+                    topic=topic,
+                    sealed=True,
+                )
+                for part in split_rows(rows):
+                    new_files.append(write_rows(self.warehouse.store, part, key))
+        except BaseException:
+            delete_files(self.warehouse.store, CORRECTIONS, new_files)
+            raise
+        return new_files
 
     def retire(self) -> int:
         """Remove files beyond the limits from the tables, the oldest first; return how many files of samples.
@@ -536,9 +554,13 @@ class Compactor:
         self.counts.deleted += len(deleted)
         return deleted
 
-    def _write_sealed(self, seal: Seal, beat: Callable[[], None]) -> list[DataFile]:
-        """The new files, one set for each writer and topic."""
-        new_files: list[DataFile] = []
+    def _vacuum_hourly(self) -> None:
+        if self.clock.monotonic_s() >= self._next_vacuum_s:
+            self.vacuum()
+            self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
+
+    def _write_sealed(self, seal: Seal, new_files: list[DataFile], beat: Callable[[], None]) -> None:
+        """Append the new files to `new_files`, one set for each writer and topic."""
         order = self.warehouse.column_order()
         for fingerprint, topic in sorted({(file.fingerprint, file.topic) for file in seal.files}):
             files = [file for file in seal.files if (file.fingerprint, file.topic) == (fingerprint, topic)]
@@ -557,10 +579,8 @@ class Compactor:
                 for merged in self._merge(opened, column_types, beat):
                     rows = with_latest(merged, writer, latest)
                     self.warehouse.samples.widen(rows.column_types)
-                    new_files += [
-                        write_rows(self.warehouse.store, piece, key, order) for piece in split_rows(rows)
-                    ]
-        return new_files
+                    for piece in split_rows(rows):
+                        new_files.append(write_rows(self.warehouse.store, piece, key, order))
 
     def _merge(
         self, files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], beat: Callable[[], None]
@@ -591,18 +611,14 @@ class Compactor:
                 parts = [runs[first : first + at_once] for first in range(0, len(runs), at_once)]
                 runs = []
                 for part in parts:
-                    run = [
-                        write_rows(self.warehouse.store, piece, key)
-                        for merged in self._merge([file for run in part for file in run], column_types, beat)
-                        for piece in split_rows(merged)
-                    ]
-                    longer += run
-                    runs.append([self.warehouse.open_file(SAMPLES, file) for file in run])
+                    first_new = len(longer)
+                    for merged in self._merge([file for run in part for file in run], column_types, beat):
+                        for piece in split_rows(merged):
+                            longer.append(write_rows(self.warehouse.store, piece, key))
+                    runs.append([self.warehouse.open_file(SAMPLES, file) for file in longer[first_new:]])
             yield [file for run in runs for file in run]
         finally:
-            with contextlib.suppress(UnavailableError):
-                for file in longer:
-                    self.warehouse.store.delete(f"{SAMPLES}/{file.path}")
+            delete_files(self.warehouse.store, SAMPLES, longer)
 
 
 def folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:

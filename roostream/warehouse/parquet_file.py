@@ -9,6 +9,7 @@ is null.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.warehouse.data_file import DataFile, new_path
 from roostream.wire.columnar import ColumnType, FlatColumn
@@ -99,6 +100,14 @@ def write_rows(
         sealed=key.sealed,
         topic=key.topic,
     )
+
+
+def delete_files(store: CheckpointStore, table: str, files: Iterable[DataFile]) -> None:
+    """Delete files for which no commit was tried. Never raises: a vacuum deletes what is left, a week
+    later."""
+    with contextlib.suppress(UnavailableError):
+        for file in files:
+            store.delete(f"{table}/{file.path}")
 
 
 MAX_VALUES = 1 << 30

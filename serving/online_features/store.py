@@ -284,8 +284,12 @@ class FeatureStore:
         """Steps 1 to 4."""
         token = f"{secrets.token_hex(8)}:{len(pieces)}".encode()
         staged = self._staged(token)
-        for name, piece in zip(staged, pieces, strict=True):
-            self.connection.set(name, msgspec.msgpack.encode(piece), ex=_KEEP_STAGED_S)
+        try:
+            for name, piece in zip(staged, pieces, strict=True):
+                self.connection.set(name, msgspec.msgpack.encode(piece), ex=_KEEP_STAGED_S)
+        except redis.ResponseError:  # no memory: pieces of each try would take what becomes free
+            self._unlink(staged)
+            raise
         if not self._commit_staged(keys=[self._at], args=[*moves, self._pending, token]):
             self._unlink(staged)
             return False

@@ -4,6 +4,7 @@ read-ahead."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
 from joiner.main import check_engine
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import Output
-from roostream.errors import CheckpointError, ConfigError, OtherVersionError
+from roostream.errors import CheckpointError, ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
@@ -185,6 +186,35 @@ def test_a_foreign_file_next_to_the_snapshots_neither_stops_the_joiner_nor_is_de
 def test_no_snapshot_is_written_while_outputs_are_not_acknowledged(tmp_path: Path) -> None:
     run(make_runner([record(impression(1_000))], tmp_path, MemorySink(is_unavailable=True)))
     assert FileStore(tmp_path).list("snapshots") == []
+
+
+class FullDisk(FileStore):
+    """A directory that takes no files at its writes number `full`."""
+
+    def __init__(self, root: Path, full: Collection[int]) -> None:
+        super().__init__(root)
+        self.full, self.num_writes = full, 0
+
+    def put(self, name: str, data: bytes) -> None:
+        self.num_writes += 1
+        if self.num_writes in self.full:
+            raise UnavailableError(f"{name} can't be written (No space left on device); free disk space")
+        super().put(name, data)
+
+
+def test_the_join_goes_on_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "roostream.joiner")
+    records = generated.with_offsets(generated.arrivals(5))
+    undisturbed, sink = MemorySink(), MemorySink()
+    run(make_runner(records, tmp_path / "a", undisturbed))
+    runner, store = make_runner(records, tmp_path / "b", sink), FullDisk(tmp_path / "b", {1, 2})
+    runner.snapshots = SnapshotStore(store)
+    run(runner)
+    assert store.num_writes > 2 and sink.outputs == undisturbed.outputs, "nothing is joined twice"
+    assert caplog.text.count("No space left") == 1 and "can be written again" in caplog.text
+    after = MemorySink()
+    run(make_runner(records, tmp_path / "b", after))
+    assert after.outputs == [], "the last snapshot has all records"
 
 
 def test_a_partition_far_ahead_waits_for_the_slowest(tmp_path: Path) -> None:

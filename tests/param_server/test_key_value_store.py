@@ -3,8 +3,11 @@ damaged files."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +90,35 @@ def test_rocksdb_continues_after_a_full_disk(tmp_path: Path) -> None:
     reopened.close()
 
 
+def test_writes_that_do_not_fit_are_refused_while_rocksdb_can_still_delete_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = 40 << 20
+
+    def disk(_: object) -> SimpleNamespace:
+        used = sum(path.stat().st_size for path in tmp_path.iterdir())
+        return SimpleNamespace(f_bavail=max(capacity - used, 0), f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", disk)
+    store = RocksDbStore(tmp_path).open()
+    store.write([(b"kept", bytes(4 << 20))], sync=True)
+    keys = [b"%d" % n for n in range(40)]
+    for _ in range(5):
+        with pytest.raises(UnavailableError, match="MiB of free space"):
+            for key in keys:
+                store.write([(key, bytes(4 << 20))])
+        store.write((), keys)
+    with pytest.raises(UnavailableError, match="MiB of free space"):
+        store.check_space(capacity)
+    store.close()
+    store.open()
+    assert store.get(b"kept") == bytes(4 << 20) and list(store.keys(b"")) == [b"kept"]
+    capacity = 80 << 20
+    for key in keys[:8]:  # 32 MiB
+        store.write([(key, bytes(4 << 20))])
+    store.close()
+
+
 def test_rocksdb_is_reopened_at_each_call_until_it_succeeds(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path / "home" / "segments").open()
     store.write([(b"a", b"1")], sync=True)
@@ -160,6 +192,23 @@ def test_rocksdb_syncs_only_on_request(tmp_path: Path) -> None:
     store.write([(b"b", b"2")], sync=True)
     assert syncs() == before + 1
     store.close()
+
+
+def test_rocksdb_keeps_few_files_open(tmp_path: Path) -> None:
+    store, value = RocksDbStore(tmp_path).open(), bytes(20_000)
+    for n in range(200):
+        store.write([(b"%03d" % n, value)], sync=True)
+        store.database().flush(True)
+    store.close()
+    assert len(list(tmp_path.iterdir())) > 400
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 300, limits[1]))
+    try:
+        store.open()
+        assert all(store.get(b"%03d" % n) == value for n in range(200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        store.close()
 
 
 def test_rocksdb_bounds_its_write_memory(tmp_path: Path) -> None:

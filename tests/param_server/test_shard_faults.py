@@ -94,6 +94,33 @@ def test_a_full_disk_allows_restores_and_blocks_commits() -> None:
     assert state_of(after) == state_of(restarted)
 
 
+def test_a_commit_that_does_not_fit_writes_nothing() -> None:
+    class SmallDisk(MemoryKeyValueStore):
+        free = 1000
+
+        def check_space(self, num_bytes: int) -> None:
+            if num_bytes > self.free:
+                raise UnavailableError("segments cannot be written: no space")
+
+    blobs, store = SmallDisk(), MemoryStore()
+    shard = started_shard(blobs=blobs, store=store)
+    push(shard, 1)
+    commit(shard, store, 1)
+    before = dict(blobs.data)
+    push(shard, 2, ITEM, tuple(range(1000)))
+    for seq in (2, 3):
+        shard.freeze(seq, 0)
+        with pytest.raises(UnavailableError, match="no space"):
+            shard.write(seq)
+        shard.abort(seq)
+        assert blobs.data == before
+    blobs.free = 1 << 20
+    name = commit(shard, store, 4)
+    restarted = make_shard(blobs, store)
+    restarted.restore(2, name)
+    assert state_of(restarted) == state_of(shard)
+
+
 def test_a_commit_after_an_aborted_one_writes_only_changes() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = started_shard(blobs=blobs, store=store, publishing=False)

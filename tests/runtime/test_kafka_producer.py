@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -128,3 +130,24 @@ def test_a_dead_letter_of_the_archiver_that_kafka_refuses_is_sent_again(opened: 
     with pytest.raises(UnavailableError, match="clock"):
         letters.send(letter_records)  # type: ignore[arg-type]
     letters.send(letter_records)  # type: ignore[arg-type]
+
+
+def test_a_client_without_threads_is_no_wrong_setting() -> None:
+    code = """
+import os, resource
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), -1))  # less than the stack of a thread
+try:
+    clients.producer(Broker("127.0.0.1:1"))
+except UnavailableError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "limit of threads" in found.stdout, found.stderr

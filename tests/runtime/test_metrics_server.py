@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +19,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.histograms import StageHistogram
 from roostream.runtime.tls import TlsContext
 from tests.certificates import Authority, client_context
+from tests.runtime.file_descriptors import no_file_descriptors
 
 
 @pytest.fixture
@@ -137,3 +140,23 @@ def test_idle_connections_never_keep_a_probe_from_being_answered(health: Health)
         for _ in range(140):
             opened.enter_context(socket.create_connection(("127.0.0.1", port), 10))
         assert get(port, "/livez") == (200, "ok\n")
+
+
+def test_without_file_descriptors_the_server_pauses_and_later_answers(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, paused, sleep = metrics_server.serve(ProgramSettings(), health), threading.Event(), time.sleep
+
+    def note_pause(seconds: float) -> None:
+        if threading.current_thread().name == "metrics":
+            paused.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(metrics_server.time, "sleep", note_pause)
+    with socket.socket() as client:
+        client.settimeout(30)
+        with no_file_descriptors():
+            client.connect(("127.0.0.1", port))
+            client.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            assert paused.wait(30), "accepting again at once would take a whole core"
+        assert client.recv(100).startswith(b"HTTP/1.0 200")

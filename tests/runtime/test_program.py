@@ -17,8 +17,12 @@ ROOT = Path(__file__).parents[2]
 HEAD = "import sys; from roostream.runtime.program import run; from roostream.errors import *\n"
 
 
-def start_program(body: str, run_arguments: str = "", **env: str) -> subprocess.Popen[str]:
-    code = f"{HEAD}def body(stop):\n    {body}\nsys.exit(run('prog', body, {run_arguments}))"
+def start_program(
+    body: str, run_arguments: str = "", limits: tuple[int, int] | None = None, **env: str
+) -> subprocess.Popen[str]:
+    """`limits`: of open files, soft and hard."""
+    head = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n" * (limits is not None)
+    code = f"{head}{HEAD}def body(stop):\n    {body}\nsys.exit(run('prog', body, {run_arguments}))"
     environ = {**os.environ, "ROOSTREAM_LOG": "", **env}
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -43,6 +47,9 @@ def start_program(body: str, run_arguments: str = "", **env: str) -> subprocess.
         ("raise UnavailableError('Kafka does not answer')", 69, "prog: Kafka does not answer"),
         ("stop.set(); raise CheckpointError('manifest is damaged')", 69, "prog: manifest is damaged"),
         ("raise HeldError('training is held: out of memory')", 75, "prog: training is held"),
+        ("raise OSError(28, 'No space left', '/tmp/x')", 69, "prog: /tmp/x: No space left; free some space"),
+        ("raise OSError(24, 'Too many open files')", 69, "raise the limit of open files"),
+        ("raise OSError(9, 'Bad file descriptor')", 1, "this is a defect of Roostream"),
         ("raise ValueError('oops')", 1, "this is a defect of Roostream, not of your settings"),
     ],
 )
@@ -138,6 +145,14 @@ def test_a_program_exits_without_tearing_down_the_kafka_client(client: str) -> N
     assert completed.stdout.splitlines() == (
         ["registered"] if client == "confluent_kafka" else ["registered", "taken apart"]
     )
+
+
+@pytest.mark.parametrize("hard", [512, 4096])
+def test_a_program_raises_its_limit_of_open_files(hard: int) -> None:
+    process = start_program(
+        "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])", limits=(256, hard)
+    )
+    assert int(process.communicate(timeout=60)[0]) == hard
 
 
 def test_an_unknown_log_level_is_refused() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from roostream.errors import UnavailableError
-from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.clock import Clock, FakeClock, SystemClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.schema.registry import register
@@ -42,6 +42,25 @@ TOPIC_IDS = {"samples": "topic-1", "corrections": "topic-2"}
 FLUSH_POLICY = FlushPolicy(bytes=1 << 14, after_ms=200)
 
 ReportStarted = Callable[[], object]
+
+
+class FullDisk(FileStore):
+    """A directory with room for `room` more files."""
+
+    def __init__(self, root: Path, room: int) -> None:
+        super().__init__(root)
+        self.room = room
+
+    def put(self, name: str, data: bytes) -> None:
+        if not self.room:
+            raise UnavailableError(f"{name} can't be written (No space left on device); free disk space")
+        self.room -= 1
+        super().put(name, data)
+
+
+def stored_files(location: Path) -> set[str]:
+    """The paths of all Parquet files with rows, whether a table names them or not."""
+    return {str(path.relative_to(location)) for path in location.glob("*/1970-*/**/*.parquet")}
 
 
 def make_topic_records(schema: Schema, per_partition: int, days: int = 1) -> list[Record]:

@@ -38,10 +38,12 @@ from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.archive_runs import (
     FLUSH_POLICY,
     TOPIC_IDS,
+    FullDisk,
     count_offsets,
     kill_competing_processes,
     make_archiver,
     make_topic_records,
+    stored_files,
 )
 from tests.warehouse.sample_cases import assert_same_batch, decode_records, rich_schema
 from tests.wire.sample_builders import parse_schema, record_of
@@ -136,6 +138,22 @@ def test_an_unavailable_warehouse_loses_nothing_and_stops_reading(tmp_path: Path
     archiver.warehouse.store = store
     while not reader.at_end() or archiver.num_buffered_bytes:
         archiver.turn(0.0)
+    assert count_offsets(tmp_path) == EACH_ONCE
+
+
+def test_records_that_do_not_fit_on_a_disk_leave_no_file(tmp_path: Path) -> None:
+    archiver, _, _ = make_archiver(tmp_path, RECORDS)
+    archiver.rule = dataclasses.replace(FLUSH_POLICY, bytes=1 << 30)
+    archiver.open()
+    archiver.turn(0.0, max_records=len(RECORDS))
+    store = archiver.warehouse.store
+    for _ in range(3):
+        archiver.warehouse.store = FullDisk(tmp_path, 1)  # there is a file for each partition
+        with pytest.raises(UnavailableError, match="No space left"):
+            archiver.flush()
+        assert not stored_files(tmp_path)
+    archiver.warehouse.store = store
+    archiver.flush()
     assert count_offsets(tmp_path) == EACH_ONCE
 
 

@@ -4,6 +4,7 @@ the labels at the close. It also retires old days and deletes unreferenced files
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import threading
 import tracemalloc
@@ -34,7 +35,7 @@ from roostream.warehouse.compact import (
 )
 from roostream.warehouse.compactor_program import METRICS, metrics_of
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.data_file import DataFile, new_path
 from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read_latest
 from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.sessions.sample_table import SampleTable
@@ -45,7 +46,8 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.records import Record
-from tests.warehouse.archive_runs import TOPIC_IDS, count_offsets, make_archiver
+from tests.runtime.full_disk import limited_file_size
+from tests.warehouse.archive_runs import TOPIC_IDS, FullDisk, count_offsets, make_archiver, stored_files
 from tests.warehouse.sample_cases import (
     assert_same_batch,
     decode_records,
@@ -586,6 +588,61 @@ def test_a_file_that_cannot_be_read_now_delays_only_its_day(tmp_path: Path) -> N
     path.write_bytes(content)
     compactor.run_once(threading.Event())
     assert compactor.counts.seals == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "room"),
+    [
+        ({"max_rows": 20}, 2),  # of three sealed files
+        ({"merge_bytes": 4_000}, 3),  # in the first pass of a seal in several
+    ],
+)
+def test_a_seal_that_does_not_fit_on_a_disk_leaves_no_file(
+    tmp_path: Path, settings: dict[str, int], room: int
+) -> None:
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY], per_flush=5)
+    compactor, before = make_compactor(tmp_path, **settings), stored_files(tmp_path)
+    run_with_room(compactor, tmp_path, room)
+    assert stored_files(tmp_path) == before
+    compactor.run_once(threading.Event())
+    assert count_offsets(tmp_path) == Counter((0, n) for n in range(53)) and compactor.due() == []
+
+
+def test_merged_corrections_that_do_not_fit_on_a_disk_leave_no_file(tmp_path: Path) -> None:
+    item = pb.Sample.FromString(FIRST_DAY[0].value[2:]).item_ids[0]
+    corrections = [make_correction(FIRST_DAY[0], item, 0.0, 1.0, offset=n, event=20 + n) for n in range(5)]
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    archive(tmp_path, corrections, per_flush=1)
+    archive(tmp_path, corrections, per_flush=1, topics={**TOPIC_IDS, "corrections": "created again"})
+    compactor = make_compactor(tmp_path)
+    assert seal_all(compactor) == 1
+    before = stored_files(tmp_path)
+    run_with_room(compactor, tmp_path, room=1)
+    assert stored_files(tmp_path) == before
+    compactor.run_once(threading.Event())
+    assert len(Warehouse(tmp_path).corrections.snapshot().files) == 2, "one of each topic"
+
+
+def test_a_full_disk_does_not_stop_the_vacuum(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST_DAY, *LATER_DAY])
+    compactor = make_compactor(tmp_path, keep_days=1)
+    path = tmp_path / "samples" / new_path(date(1970, 1, 1), 0, SCHEMA.fingerprint, 4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(1000))
+    os.utime(path, (0, 0))  # of a program that was killed long ago
+    with limited_file_size(64), pytest.raises(UnavailableError):
+        compactor.run_once(threading.Event())  # neither a seal nor a retirement can be written
+    assert not path.exists() and compactor.counts.seals == compactor.counts.retired == 0
+
+
+def run_with_room(compactor: Compactor, location: Path, room: int) -> None:
+    """Let three runs fail because the disk has room for `room` more files."""
+    store = compactor.warehouse.store
+    for _ in range(3):
+        compactor.warehouse.store = FullDisk(location, room)
+        with pytest.raises(UnavailableError, match="No space left"):
+            compactor.run_once(threading.Event())
+    compactor.warehouse.store = store
 
 
 def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_path: Path) -> None:

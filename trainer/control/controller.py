@@ -34,6 +34,7 @@ from trainer.control.membership import check_notice
 from trainer.control.types import (
     TRANSIENT,
     Claim,
+    Discard,
     Effect,
     IncarnationPlan,
     InitialRange,
@@ -443,6 +444,13 @@ class Controller:
                 outcome = self._link(effect.manifest)
                 with self._changed:
                     self.coordinator.linked(outcome, self.clock.monotonic_s())
+            case Discard():
+                try:
+                    for name in effect.names:
+                        self.store.delete(name)
+                except UnavailableError as error:
+                    text = "files of an aborted commit could not be deleted: %s; the next commit tries again"
+                    self._log_rate_limit.warning(log, "discard", text, error)
             case Retire():
                 self._save_device_time()
                 text = "old checkpoints could not be deleted: %s; the next commit tries again"

@@ -40,6 +40,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import flat
 from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
@@ -51,6 +52,7 @@ from trainer.control.types import (
     Command,
     CommitInProgress,
     CoordinatorConfig,
+    Discard,
     Effect,
     IncarnationPlan,
     Key,
@@ -549,6 +551,8 @@ class Coordinator:
             return self._lost(
                 f"{self._aborts_in_a_row} commits in a row were aborted, the last one because {reason}"
             )
+        # While the manifest is created, it is not certain that it never will be.
+        self._running_commit().leaves_files = self.state is State.WRITING
         self.state = State.ABORTING
         self._pending.clear()
         self._ask("abort", self.membership.everyone, now_s, seq=seq)
@@ -557,8 +561,19 @@ class Coordinator:
         """Step 1: workers train."""
         if self.state is State.COMMITTING and (self._running_commit().closing or self.phases.switches):
             return self._close(self._running_commit())
+        if self._running_commit().leaves_files:
+            self._effects.append(Discard(self._files_of(self._running_commit().seq)))
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
         self._due_s = now_s + self.config.commit_interval_s
+
+    def _files_of(self, seq: int) -> tuple[str, ...]:
+        """Names of all files in the store that members may have written for a commit."""
+        at = seq, self.incarnation
+        names = [manifests.dense_name(*at)]
+        for worker in self.membership.workers:
+            names += [manifests.worker_name(*at, worker.index), manifests.worker_ids_name(*at, worker.index)]
+        segment = f"{seq}-{self.incarnation}"
+        return *names, *(manifests.segment_copy_name(shard.index, segment) for shard in self.config.shards)
 
     def _close(self, commit: CommitInProgress) -> None:
         """End the incarnation after its closing commit."""

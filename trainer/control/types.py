@@ -131,7 +131,14 @@ class Retire(NamedTuple):
     """Effect: delete checkpoints that no restart needs. No answer is expected."""
 
 
-Effect: TypeAlias = Claim | Link | Retire
+class Discard(NamedTuple):
+    """Effect: delete these files of an aborted commit, whose manifest was never created and whose writers are
+    done. No answer is expected."""
+
+    names: tuple[str, ...]
+
+
+Effect: TypeAlias = Claim | Link | Retire | Discard
 Command: TypeAlias = dict[str, Any]
 
 
@@ -212,6 +219,7 @@ class CommitInProgress:
     frozen_s: float = 0.0
     written_s: float = 0.0
     manifest: Manifest | None = None
+    leaves_files: bool = False  # it was aborted while members wrote
 
     def phases_s(self, linked_s: float) -> dict[str, float]:
         """Duration of each phase. Training is paused during the first two."""

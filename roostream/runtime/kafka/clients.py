@@ -52,6 +52,7 @@ _NO_LEADER_YET = (
 )
 _FATAL = KafkaError._FATAL  # noqa: SLF001
 _ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
+_NO_RESOURCES = KafkaError._CRIT_SYS_RESOURCE  # noqa: SLF001
 _NO_CONNECTION = KafkaError._TRANSPORT, KafkaError._TIMED_OUT, _ALL_BROKERS_DOWN  # noqa: SLF001
 _REFUSED = KafkaError._SSL, KafkaError._AUTHENTICATION  # noqa: SLF001
 _RETRY_S = 0.1
@@ -181,11 +182,15 @@ def _common(broker: Broker) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _settings_errors() -> Iterator[None]:
-    """librdkafka checks its options, such as whether a key fits its certificate, when a client is created."""
+    """librdkafka checks its options, such as whether a key fits its certificate, when a client is created.
+    Raises UnavailableError: it can start no threads now."""
     try:
         yield
     except KafkaException as error:
         text = error.args[0].str()
+        if error.args[0].code() == _NO_RESOURCES:
+            advice = "free some memory, or raise the limit of threads"
+            raise UnavailableError(f"no Kafka client can be opened now ({text}); {advice}") from None
         if found := _WRONG_OPTION.search(text):
             key, reason = _KEYS.get(found[1], found[1]), found[2]
             if reason.endswith("PEM lib"):

@@ -41,9 +41,13 @@ class HostLookup:
             answer = self._running.get(host)
             if answer is None:
                 answer = Future()
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._resolve, args=(host, answer), name="lookup", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process or the machine has too many threads
+                    raise OSError(f"the name {host} was not resolved: {error}") from None
                 self._running[host] = answer
         try:
             return answer.result(max(timeout_s, 0.0))

@@ -136,7 +136,8 @@ class RpcServer:
                 connection, peer = self._listener.accept()
             except OSError as error:
                 if not self._stopping:  # probably out of file descriptors; retried, because connections end
-                    log.warning("can't accept a connection: %s", error)
+                    text = "can't accept a connection: %s"
+                    self._log_rate_limit.warning(log, ("accept", error.errno), text, error)
                     time.sleep(0.1)
                 continue
             try:

@@ -21,6 +21,7 @@ from roostream.runtime.rpc.client import HostLookup, SocketTransport, error_of
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Arrays, Header
+from tests.runtime.file_descriptors import no_file_descriptors
 
 
 class EchoHandler:
@@ -417,6 +418,21 @@ def test_an_error_that_was_answered_is_never_a_lost_answer() -> None:
         assert type(error_of({"error": name, "message": "m"})) is UnavailableError
 
 
+def test_a_host_name_is_not_resolved_without_a_thread_and_later_it_is(
+    server: RpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_start(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    transport = SocketTransport(f"localhost:{server.port}")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail_to_start)
+        with pytest.raises(TransportError, match="can't start new thread"):
+            transport.call("echo", {"x": 1})
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+    transport.close()
+
+
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
     server: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +444,19 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
         with contextlib.suppress(OSError):  # the server may close before the call is sent
             assert send_raw(server, GOOD) == b""
     assert send_raw(server, GOOD) != b""
+
+
+def test_without_file_descriptors_a_server_logs_one_line_and_later_serves(
+    server: RpcServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as client:
+        client.settimeout(30)
+        with no_file_descriptors():
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(GOOD)
+            threading.Event().wait(0.5)  # several tries
+        assert client.recv(100) != b""
+    assert caplog.text.count("can't accept") == 1
 
 
 def test_an_unexpected_error_of_one_connection_never_ends_the_thread_that_accepts(peer: EchoHandler) -> None:

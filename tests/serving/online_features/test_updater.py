@@ -225,6 +225,26 @@ def test_a_large_batch_is_committed_in_pieces_of_bounded_commands(redis: RedisSe
     assert list(connection.scan_iter(match=b"*redo*")) == [], "staged pieces are deleted"
 
 
+def test_a_redis_without_memory_keeps_no_pieces_and_the_updater_continues_when_it_has(
+    redis: RedisServer,
+) -> None:
+    records = records_of([impression(n, [*range(200 * n, 200 * (n + 1))], T0 + n) for n in range(100)])
+    observer = Redis.from_url(redis.url)
+    updater = open_updater(redis, MemoryEvents(records))
+    observer.config_set("maxmemory", int(observer.info("memory")["used_memory"]) + 1_500_000)
+    try:
+        for _ in range(3):
+            updater.open()
+            with pytest.raises(UnavailableError, match="raise its maxmemory"):
+                updater.step(0)
+            assert list(observer.scan_iter(match=b"*redo*")) == []
+    finally:
+        observer.config_set("maxmemory", 0)
+    updater.open()
+    assert drain(updater) == len(records)
+    assert_equal(updater.store, records)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_at_any_command_of_a_commit_neither_loses_nor_doubles_events(
     redis: RedisServer, when: str

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roostream.errors import UnavailableError
 from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
@@ -223,6 +224,31 @@ def test_a_full_disk_at_the_link_or_the_dense_file_only_delays_the_commit(
     simulation.run()
     coordinator = simulation.controller.coordinator
     assert (coordinator.num_aborts, coordinator.num_rollbacks) == (aborts, 0)
+    simulation.assert_applied_once(LIVE_NUMBERS)
+
+
+def test_commits_that_a_full_disk_aborts_leave_no_files_in_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS))
+    store, written = simulation.store, list[str]()
+    put = store.put
+
+    def put_or_fail(name: str, data: bytes) -> None:
+        if name.startswith(f"{manifests.DENSE}/"):
+            raise UnavailableError("no space left")
+        written.append(name)
+        put(name, data)
+
+    with monkeypatch.context() as full:
+        full.setattr(store, "put", put_or_fail)
+        while not (simulation.controller and simulation.controller.coordinator.num_aborts >= 5):
+            simulation.round()
+    aborted = {name for name in written if name.startswith(f"{manifests.WORKERS}/")}
+    left = aborted.intersection(store.list(manifests.WORKERS))
+    assert len(aborted) >= 5 and len(left) <= 2, "only the last abort may not be finished"
+    simulation.run()
+    assert simulation.controller.coordinator.num_rollbacks == 0
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 

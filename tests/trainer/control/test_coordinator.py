@@ -13,7 +13,7 @@ from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
-from trainer.control.types import Claim, CoordinatorConfig, Key, Link, Retire, State
+from trainer.control.types import Claim, CoordinatorConfig, Discard, Key, Link, Retire, State
 
 CONFIG = CoordinatorConfig(
     schema="ff",
@@ -296,6 +296,34 @@ def test_aborts_for_a_full_disk_cause_no_rollback() -> None:
         harness.to(State.RUNNING)
     assert harness.coordinator.num_rollbacks == 0 and harness.coordinator.num_aborts == 10
     assert "No space left on device" in harness.coordinator.abort_reason
+
+
+def test_files_of_an_aborted_commit_are_deleted_once_all_writers_are_done() -> None:
+    harness = CoordinatorHarness().cutting()
+    harness.to(State.WRITING)
+    harness.coordinator.take_effects()
+    (write,) = [one for one in harness.coordinator.commands(SHARD_0) if one["kind"] == "write"]
+    harness.beat(SHARD_0, ({"id": write["id"], "ok": False, "error": "no space left", "away": True},))
+    assert harness.coordinator.state is State.ABORTING and harness.coordinator.take_effects() == []
+    harness.to(State.RUNNING)
+    (discard,) = harness.coordinator.take_effects()
+    assert isinstance(discard, Discard) and set(discard.names) == {
+        "dense/00000001-1.safetensors",
+        "workers/00000001-1-0.safetensors",
+        "workers/00000001-1-0-ids.safetensors",
+        "segments/0-1-1",
+        "segments/1-1-1",
+    }
+
+
+def test_files_of_a_commit_are_kept_if_its_manifest_may_still_appear() -> None:
+    harness = CoordinatorHarness().cutting()
+    harness.to(State.LINKING)
+    harness.coordinator.take_effects()
+    harness.coordinator.linked("away: no answer", harness.now_s)
+    assert harness.coordinator.state is State.ABORTING
+    harness.to(State.RUNNING)
+    assert harness.coordinator.take_effects() == []
 
 
 def test_aborts_for_an_absent_store_are_logged_once_a_minute_and_so_is_their_end(
