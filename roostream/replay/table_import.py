@@ -64,6 +64,7 @@ class ImportCounts:
     engagements: int = 0
     skipped: int = 0  # requests with an invalid value, and rows without a request
     first_skipped: tuple[str, ...] = ()  # the messages of the first ones
+    warnings: list[str] = dataclasses.field(default_factory=list)  # about rows that were left out
 
 
 class _Input(NamedTuple):
@@ -102,7 +103,7 @@ def import_table(
     counts, reader = ImportCounts(), LogLineReader(schema, skip_bad=skip_bad)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-            files = as_parquet(paths, Path(folder), reader.refuse, keep_missing=column_map.lists)
+            files = as_parquet(paths, Path(folder), reader.refuse, None, column_map.lists, reader.count_empty)
             if lists := column_map.lists:
                 in_order = [column_map.item, *(name for name in lists if name != column_map.item)]
                 files = with_row_per_item(paths, files, in_order, Path(folder), reader.refuse)
@@ -126,6 +127,7 @@ def import_table(
         raise SetupError(text) from None
     skipped = reader.skipped()
     counts.skipped, counts.first_skipped = skipped.number, skipped.first
+    counts.warnings = skipped.warnings()
     return counts
 
 

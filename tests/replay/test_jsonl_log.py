@@ -174,8 +174,8 @@ def test_an_invalid_line_is_reported_with_its_number_or_skipped_and_counted(
     skipping_reader = LogLineReader(SCHEMA, skip_bad=True)
     log = JsonlLog([write(tmp_path / "log", IMPRESSION, line, ENGAGEMENT)], skipping_reader).open()
     assert len(list(log.events)) == 2
-    count, first = log.skipped()
-    assert count == 1 and "log:2: " in first[0]
+    skipped = log.skipped()
+    assert skipped.number == 1 and "log:2: " in skipped.first[0]
 
 
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:

@@ -182,6 +182,10 @@ def test_compressed_csv_files_are_read_in_any_order(tmp_path: Path) -> None:
         ("request_id,time,item_id,prize\nr,1,1,1\n", r"did you mean 'price'"),
         ("request_id,time,item_id,action\nr,1,1,view\n", r"'action' .* with --engagements"),
         ("", r"shown.csv: expected a"),
+        (
+            'request_id,time,item_id,basket\nr,1700000000000,1,"2\nr,1700000000000,2,2\n',
+            r"shown.csv:2: .*quote",
+        ),
         ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price'"),
     ],
 )
@@ -224,6 +228,14 @@ def test_a_column_without_a_name_can_be_ignored(tmp_path: Path) -> None:
         open_csv(tmp_path, shown)
     log = open_csv(tmp_path, shown, ignore=("column_1",))
     assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
+
+
+def test_rows_that_are_empty_in_every_column_are_counted(tmp_path: Path) -> None:
+    """Spreadsheets write such rows below a table."""
+    log = open_csv(tmp_path, IMPRESSIONS_CSV + ",,,,,,,,\n\n")
+    assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
+    skipped = log.skipped()
+    assert (skipped.number, skipped.empty_rows) == (0, 2) and "2 rows" in skipped.warnings()[0]
 
 
 def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
