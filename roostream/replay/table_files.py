@@ -648,7 +648,8 @@ def text_rows(
             raise not_utf8(path) from None
         if "straddl" in str(error):
             raise ConfigError(
-                f"{path}: expected rows of at most {_BLOCK_BYTES >> 20} MiB, got a longer one; close its quotes"
+                f"{path}: expected rows of at most {_BLOCK_BYTES >> 20} MiB, got a longer one; close its "
+                "quotes"
             ) from None
         raise ConfigError(
             f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"

@@ -38,7 +38,7 @@ from roostream.errors import ConfigError, SetupError, WireError
 from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
-from roostream.replay.parquet_log import parquet_file
+from roostream.replay.parquet_log import damaged_file, parquet_file
 from roostream.replay.parse_time import parse_table_time_ms
 from roostream.replay.table_files import LINE, as_parquet, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
@@ -218,9 +218,7 @@ def _batches(
                     counts.rows += len(batch)
                     progress(counts.rows, given.num_rows)
             except (pa.ArrowInvalid, OSError) as error:
-                wrong = str(error).splitlines()[0]
-                text = f"{path}: expected a complete Parquet file, got a damaged one ({wrong})"
-                raise ConfigError(text) from None
+                raise damaged_file(path, error) from None
 
 
 def _as_number(path: str, name: str, column: pa.Array, as_type: pa.DataType | None) -> pa.Array:

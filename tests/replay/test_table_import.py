@@ -514,6 +514,13 @@ def test_a_column_of_an_unusable_type_is_rejected_in_one_sentence(
     assert not (tmp_path / "log.jsonl").exists()
 
 
+def test_two_parquet_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
+    table = table_of([ONE_ROW])
+    two = pa.Table.from_arrays([*table.columns, table["price"]], names=[*table.column_names, "price"])
+    with pytest.raises(ConfigError, match="two columns are named 'price'"):
+        run_import(tmp_path, two, text=MINIMAL_MAP)
+
+
 EVENTS = """
 request = ["visitor", "seen_at"]
 time = "seen_at"

@@ -154,6 +154,14 @@ def test_truth_values_decimals_and_categories_are_numbers_and_texts(tmp_path: Pa
     assert (request.request_id, request.ro, request.nro["price"]) == ("r", {"basket": 2.5}, [1.0, None, 0.0])
 
 
+def test_parquet_times_in_ns_and_of_any_zone_are_read(tmp_path: Path) -> None:
+    moment = pa.array([T0 * 10**6 + 1], pa.timestamp("ns", "Nowhere/Unknown"))
+    table = pa.table({"request_id": ["r1"], "time": moment, "item_id": [1]})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    assert [event.time_ms for event in parquet_log.open(options, SCHEMA, 0).events] == [T0]
+
+
 def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
     row = {"request_id": "r", "time": T0, "item_id": 1, "user_id": "", "brands": ""}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")
