@@ -664,8 +664,8 @@ def _ends_with_quote(file: BinaryIO) -> bool:
 
 def _open_quote(path: str, line: int) -> ConfigError:
     return ConfigError(
-        f"{path}:{line}: expected a quote that ends, got the end of the file in a row that begins here; close "
-        'the quote, or write a quote within a cell as ""'
+        f"{path}:{line}: expected a quote that ends, got the end of the file in a row that begins here; "
+        'close the quote, or write a quote within a cell as ""'
     )
 
 

@@ -514,6 +514,23 @@ def test_a_column_of_an_unusable_type_is_rejected_in_one_sentence(
     assert not (tmp_path / "log.jsonl").exists()
 
 
+@pytest.mark.parametrize("cells", ["['a', 'b']", "[a, b]"])
+def test_a_list_of_ids_that_is_no_json_is_rejected_with_its_line(tmp_path: Path, cells: str) -> None:
+    """pandas writes a column of lists to CSV like this."""
+    (tmp_path / "a.csv").write_text(f'id;t;item;tags\nr1;{T0};5;"{cells}"\n')
+    schema = schema_from_dict(
+        {
+            "tables": {"tag": {"dim": 4}},
+            "nro": [{"name": "tags", "kind": "ids", "table": "tag"}],
+            "label": [{"name": "click", "action": "click"}],
+        }
+    )
+    (tmp_path / "map.toml").write_text('request = ["id"]\ntime = "t"\nitem = "item"\n')
+    column_map = load_map(str(tmp_path / "map.toml"), schema)
+    with pytest.raises(LogError, match=r"a\.csv:2: tags: expected an id, or a list"):
+        import_table([str(tmp_path / "a.csv")], schema, column_map, tmp_path / "log.jsonl")
+
+
 def test_two_parquet_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
     table = table_of([ONE_ROW])
     two = pa.Table.from_arrays([*table.columns, table["price"]], names=[*table.column_names, "price"])

@@ -162,6 +162,16 @@ def test_parquet_times_in_ns_and_of_any_zone_are_read(tmp_path: Path) -> None:
     assert [event.time_ms for event in parquet_log.open(options, SCHEMA, 0).events] == [T0]
 
 
+@pytest.mark.parametrize("text", ["['x', 'y']", '["x", "y"]', "[1 2 3]", "[x, y]"])
+def test_a_list_of_ids_that_is_text_is_refused(tmp_path: Path, text: str) -> None:
+    """As one id it would be trained without a word."""
+    table = pa.table({"request_id": ["r1"], "time": [T0], "item_id": [1], "brands": [text]})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    with pytest.raises(LogError, match=r"shown\.parquet:1: brands: expected an id, or a list"):
+        list(parquet_log.open(options, SCHEMA, 0).events)
+
+
 def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
     row = {"request_id": "r", "time": T0, "item_id": 1, "user_id": "", "brands": ""}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")

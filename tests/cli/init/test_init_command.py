@@ -591,7 +591,7 @@ def test_a_damaged_parquet_file_is_refused_in_one_sentence() -> None:
     data = bytearray(Path("visits.parquet").read_bytes())
     data[len(data) // 8 : len(data) // 4] = bytes(len(data) // 4 - len(data) // 8)
     Path("visits.parquet").write_bytes(data)
-    with pytest.raises(ConfigError, match="visits.parquet: expected a complete Parquet file"):
+    with pytest.raises(ConfigError, match=r"visits\.parquet: expected a complete"):
         run("shop", "--from", "visits.parquet")
 
 
