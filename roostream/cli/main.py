@@ -304,9 +304,13 @@ def main() -> None:
     Output that cannot be written is an error of the user. Only a pipe that nobody reads any more ends the
     command quietly, with exit code 1.
     """
+    if sys.stdin is None:  # and the next file that is opened would be read as standard input
+        sys.stdin = open(os.devnull, encoding="utf-8")
     if sys.stdout is None:  # and the next file that is opened would get what libraries print
         click.echo("error: standard output is closed; send it to a file or to /dev/null", err=True)
         sys.exit(2)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths are any bytes, and a terminal may know ASCII only
             stream.reconfigure(errors="backslashreplace")

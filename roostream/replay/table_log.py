@@ -236,7 +236,7 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
     """Convert the rows of one request, in their order, to one impression.
 
     Raises:
-        ValueError: the rows differ in a request feature, or have a list of ids as text, which would be one id.
+        ValueError: the rows differ in a request feature, or have a list of ids as text, which would be one.
     """
     ro, nro = {f.name for f in schema.ro}, {f.name for f in schema.nro}
     first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
@@ -248,8 +248,8 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
         for cell in (row.get(name) for row in rows):
             if isinstance(cell, str) and cell.startswith("[") and cell.endswith("]"):
                 raise ValueError(
-                    f'{name}: expected an id, or a list such as ["a", "b"] in CSV, got the text {cell[:64]!r}; '
-                    "write it as such a list"
+                    f'{name}: expected an id, or a list such as ["a", "b"] in CSV, got the text '
+                    f"{cell[:64]!r}; write it as such a list"
                 )
     columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
     given: Row = {

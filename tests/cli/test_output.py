@@ -97,6 +97,18 @@ def test_output_that_cannot_be_written_is_an_error(arguments: tuple[str, ...], t
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_commands_run_with_closed_standard_input_and_errors(closed: str, tmp_path: Path) -> None:
+    """As services and jobs of cron are started."""
+    command = f'"$0" -m roostream.cli.main init shop --requests 100 {closed} && echo $?'
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.endswith("\n0\n") and (tmp_path / "shop" / "log.jsonl").exists(), done.stderr
+    inputs = "--schema shop/schema.toml --log shop/log.jsonl"
+    command = f'"$0" -m roostream.cli.main check {inputs} {closed} && echo $?'
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.endswith("\n0\n") and "requests" in done.stdout, done.stderr
+
+
 def run_on_terminal(*arguments: str) -> tuple[int, str]:
     """Run `roostream` with standard error on a pseudo-terminal. Return the exit code and the terminal's
     content."""
