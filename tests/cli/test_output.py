@@ -84,6 +84,7 @@ def test_output_that_cannot_be_written_is_an_error(arguments: tuple[str, ...], t
     with Path("/dev/full").open("wb") as full:
         code, error = run(full.fileno())
     assert code == 2 and error.startswith("error: ") and "No space left" in error
+    assert "standard output" in error
     assert len(error.splitlines()) == 1
 
     reading, writing = os.pipe()
