@@ -16,7 +16,7 @@ import zstandard
 from roostream.errors import ConfigError
 from roostream.replay.events import Action, Event, Request
 from roostream.replay.input_files import check_files
-from roostream.replay.jsonl_log import JsonlLog
+from roostream.replay.jsonl_log import JsonlLog, Options
 from roostream.replay.log_lines import LogError, LogLineReader
 from roostream.schema.ids import hash64, signed
 from roostream.schema.schema_file import schema_from_dict
@@ -244,3 +244,10 @@ def test_a_log_may_be_a_pipe(tmp_path: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(pipe.write_text, text)
         assert [type(e) for e in events_of(str(pipe))] == [Request, Action]
+
+
+@pytest.mark.parametrize("name", ["log.tsv", "log.CSV", "log.csv.gz", "log.parquet"])
+def test_a_table_is_not_read_as_json_lines(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match="expected files of JSON lines.* as --impressions"):
+        Options(log=(str(tmp_path / name),))
