@@ -39,7 +39,7 @@ from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import damaged_file, parquet_file
-from roostream.replay.parse_time import parse_table_time_ms
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_table_time_ms
 from roostream.replay.table_files import LINE, as_parquet, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
@@ -94,10 +94,12 @@ def import_table(
 
     Raises:
         ConfigError: a file is no table (table_files.py), lacks a column of the map or has it with an unusable
-        type, or `out` exists.
+        type, or `out` exists or has another ending.
         LogError: a bad row without `skip_bad`; names file and row.
         SetupError: there is no space.
     """
+    if not out.name.endswith((".jsonl", ".jsonl.gz")):
+        raise ConfigError(f"{out}: expected a name that ends in .jsonl or .jsonl.gz; choose such a name")
     if out.exists():
         raise ConfigError(f"{out}: expected a new file, but it exists; remove it or choose another name")
     counts, reader = ImportCounts(), LogLineReader(schema, skip_bad=skip_bad)
@@ -300,7 +302,14 @@ def _requests(
                     raise ValueError(
                         f"column {column_map.time!r}: expected a time, got none that can be read"
                     )
-            lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, column_map)
+            time_ms = int(begin_ms_U[number_N[first]])
+            if not EARLIEST_MS <= time_ms <= LATEST_MS:
+                raise ValueError(
+                    f"column {column_map.time!r}: expected a time in the years 1980 to 9999, got {time_ms} ms "
+                    f"since 1970 by time_unit = {column_map.time_unit!r}; correct time_unit in the map, or the "
+                    "time"
+                )
+            lines = _lines(rows, str(id_N[first]), time_ms, schema, column_map)
             for row, at in zip(rows, order_N[first : first + len(rows)].tolist(), strict=True):
                 lines += [_engagement(str(id_N[first]), row, action) for action in done.get(at, ())]
             for line in lines:

@@ -249,5 +249,5 @@ def test_a_log_may_be_a_pipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["log.tsv", "log.CSV", "log.csv.gz", "log.parquet"])
 def test_a_table_is_not_read_as_json_lines(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match="expected files of JSON lines.* as --impressions"):
+    with pytest.raises(ConfigError, match=r"expected files of JSON lines.* as --impressions"):
         Options(log=(str(tmp_path / name),))

@@ -531,6 +531,19 @@ def test_a_list_of_ids_that_is_no_json_is_rejected_with_its_line(tmp_path: Path,
         import_table([str(tmp_path / "a.csv")], schema, column_map, tmp_path / "log.jsonl")
 
 
+@pytest.mark.parametrize("name", ["log.jsonl.zst", "log.csv", "log"])
+def test_a_log_is_written_under_a_name_that_can_be_read(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"\.jsonl or \.jsonl\.gz"):
+        run_import(tmp_path, table_of([ONE_ROW]), text=MINIMAL_MAP, out=name)
+
+
+@pytest.mark.parametrize("unit", ["s", "us"])
+def test_a_wrong_unit_of_times_names_the_setting(tmp_path: Path, unit: str) -> None:
+    given = T0 // 1000 if unit == "s" else T0 * 1000
+    with pytest.raises(LogError, match=r"0\.parquet:1: column 't': .* correct time_unit in the map"):
+        run_import(tmp_path, table_of([{**ONE_ROW, "t": given}]), text=MINIMAL_MAP)
+
+
 def test_two_parquet_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
     table = table_of([ONE_ROW])
     two = pa.Table.from_arrays([*table.columns, table["price"]], names=[*table.column_names, "price"])
