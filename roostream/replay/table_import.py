@@ -306,7 +306,7 @@ def _requests(
             if not EARLIEST_MS <= time_ms <= LATEST_MS:
                 raise ValueError(
                     f"column {column_map.time!r}: expected a time in the years 1980 to 9999, got {time_ms} "
-                    f"ms since 1970 by time_unit = {column_map.time_unit!r}; correct time_unit in the map, or "
+                    f"ms since 1970 by time_unit = {column_map.time_unit!r}; correct it in the map, or "
                     "the time"
                 )
             lines = _lines(rows, str(id_N[first]), time_ms, schema, column_map)

@@ -540,7 +540,7 @@ def test_a_log_is_written_under_a_name_that_can_be_read(tmp_path: Path, name: st
 @pytest.mark.parametrize("unit", ["s", "us"])
 def test_a_wrong_unit_of_times_names_the_setting(tmp_path: Path, unit: str) -> None:
     given = T0 // 1000 if unit == "s" else T0 * 1000
-    with pytest.raises(LogError, match=r"0\.parquet:1: column 't': .* correct time_unit in the map"):
+    with pytest.raises(LogError, match=r"0\.parquet:1: column 't': .* correct it in the map"):
         run_import(tmp_path, table_of([{**ONE_ROW, "t": given}]), text=MINIMAL_MAP)
 
 
