@@ -197,6 +197,20 @@ def _as_plain_parquet(path: str, out: Path, refuse: Refuse, max_rows: int | None
     return str(out)
 
 
+def first_text(file: pq.ParquetFile, column: str) -> str:
+    """The first cell of a converted file that makes its column one of texts, as ", such as 'n/a' in line 7"
+    for a message; "" if there is none."""
+    if LINE not in file.schema_arrow.names or not pa.types.is_string(file.schema_arrow.field(column).type):
+        return ""
+    plain = "|".join(_KINDS[kind][0] for kind in ("number", "number with comma", "flag"))
+    for batch in file.iter_batches(columns=[column, LINE]):
+        is_text = pc.invert(pc.match_substring_regex(batch.column(column), plain))
+        is_text = pc.and_(is_text, pc.invert(pc.is_in(batch.column(column), _EMPTY_NUMBERS)))
+        for cell, line in zip(*(part.to_pylist() for part in batch.filter(is_text).slice(0, 1)), strict=True):
+            return f", such as {cell[:64]!r} in line {line}"
+    return ""
+
+
 def with_row_per_item(
     paths: Sequence[str], files: Sequence[str], columns: Sequence[str], folder: Path, refuse: Refuse
 ) -> list[str]:

@@ -40,7 +40,7 @@ from roostream.replay.import_map import ImportMap, check_columns, check_types, n
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import damaged_file, parquet_file
 from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_table_time_ms
-from roostream.replay.table_files import LINE, as_parquet, with_row_per_item
+from roostream.replay.table_files import LINE, as_parquet, first_text, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
@@ -140,7 +140,7 @@ def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_ma
         with parquet_file(name) as file:
             known = file.schema_arrow.names
             check_columns(path, column_map, schema, known)
-            check_types(path, column_map, schema, file.schema_arrow)
+            check_types(path, column_map, schema, file.schema_arrow, partial(first_text, file))
             wanted = sorted({*column_map.columns(schema, known), *({LINE} & set(known))})
             if columns and wanted != list(columns):
                 text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"

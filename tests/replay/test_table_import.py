@@ -544,6 +544,18 @@ def test_a_wrong_unit_of_times_names_the_setting(tmp_path: Path, unit: str) -> N
         run_import(tmp_path, table_of([{**ONE_ROW, "t": given}]), text=MINIMAL_MAP)
 
 
+@pytest.mark.parametrize("cell", ["3.50 EUR", "inf", "1'000"])
+def test_the_cell_that_makes_a_column_text_is_named(tmp_path: Path, cell: str) -> None:
+    rows = "".join(f"r1,{T0},{n},{price}\n" for n, price in enumerate(("1.5", "NA", "2", cell, "3")))
+    (tmp_path / "a.csv").write_text(f"id,t,item,price\n{rows}")
+    column_map = map_of(tmp_path, MINIMAL_MAP)
+    with pytest.raises(
+        ConfigError, match=r"'price'.*expected numbers, got string, such as .* in line 5"
+    ) as error:
+        import_table([str(tmp_path / "a.csv")], SCHEMA, column_map, tmp_path / "log.jsonl")
+    assert repr(cell) in str(error.value)
+
+
 def test_two_parquet_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
     table = table_of([ONE_ROW])
     two = pa.Table.from_arrays([*table.columns, table["price"]], names=[*table.column_names, "price"])
