@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.table import Table
 
 from roostream.cli.main import cli
-from roostream.cli.output import clock, counted, print_json, progress_bar, wide_console
+from roostream.cli.output import clock, counted, print_json, print_rows, progress_bar, wide_console
 
 
 def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +96,17 @@ def test_output_that_cannot_be_written_is_an_error(arguments: tuple[str, ...], t
     code, error = run(subprocess.DEVNULL)
     assert code == 2 and error.startswith("error: standard output is closed")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("columns", [20, 40, 120])
+def test_a_narrow_terminal_shows_names_and_values(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_rows([("closed by", "window 7"), ("dead letters", "none")], "check")
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("closed", "dead", "window", "none"))
+    assert ("dead letters" in shown) == (columns > 20)
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
