@@ -304,9 +304,17 @@ def main() -> None:
     Output that cannot be written is an error of the user. Only a pipe that nobody reads any more ends the
     command quietly, with exit code 1.
     """
+    if sys.stdin is None:  # and the next file that is opened would be read as standard input
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:  # and the next file that is opened would get what libraries print
         click.echo("error: standard output is closed; send it to a file or to /dev/null", err=True)
         sys.exit(2)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if (out := sys.__stdout__) is not None and sys.stdout is out:
+        raw = _StandardOutput(out.fileno(), "w", closefd=False)
+        is_direct = out.line_buffering or out.write_through
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, line_buffering=is_direct)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths are any bytes, and a terminal may know ASCII only
             stream.reconfigure(errors="backslashreplace")
@@ -330,6 +338,17 @@ def main() -> None:
         sys.exit(2)
 
 
+class _StandardOutput(io.FileIO):
+    """Standard output, whose errors name it. It may be full while a file that is written is not."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = "standard output"
+            raise
+
+
 def _flush_stdout() -> None:
     """Write what is left of the output. What cannot be written is discarded; Python would try it again.
 
@@ -338,9 +357,8 @@ def _flush_stdout() -> None:
     """
     try:
         sys.stdout.flush()
-    except OSError as error:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        error.filename = "standard output"
         raise
 
 
@@ -351,6 +369,9 @@ def _sentence(error: Exception) -> str:
         return with_advice(error, "" if "; " in str(error) else _advice(error, sys.argv[1:]))
     if isinstance(error, OSError):
         return describe_os_error(error)
+    if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
+        got = sys.getfilesystemencoding()
+        return f"expected a locale with UTF-8, got {got}; set LC_ALL=C.UTF-8, and unset PYTHONUTF8"
     if isinstance(error, UnicodeEncodeError):
         odd = [word for word in sys.argv if any("\udc80" <= c <= "\udcff" for c in word)]
         return f"expected arguments in UTF-8, got {odd[0]!r}; rename the file" if odd else ""

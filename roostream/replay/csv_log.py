@@ -63,7 +63,7 @@ def _ids(name: str, cell: str) -> Any:
 
 
 def _read(path: str, reader: LogLineReader, value: Callable[[bool, str, str], Any]) -> LogTable:
-    """Read every column as text. A line with another number of cells is bad; empty lines are ignored.
+    """Read every column as text. A line with another number of cells is bad; empty lines are counted.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, or is not CSV in UTF-8.
@@ -75,7 +75,7 @@ def _read(path: str, reader: LogLineReader, value: Callable[[bool, str, str], An
         names = column_names(header, delimiter)
         if not names:
             raise ConfigError(f"{path}: expected a header line and rows, got an empty file")
-        parts = list(text_rows(path, file, names, delimiter, [""], reader.refuse))
+        parts = list(text_rows(path, file, names, delimiter, [""], reader.refuse, reader.count_empty))
     schema = pa.schema([(name, pa.string()) for name in names])
     table = pa.Table.from_batches([rows for rows, _ in parts], schema)
     line_N = np.concatenate([np.zeros(0, np.int64), *(lines for _, lines in parts)])

@@ -44,10 +44,17 @@ class Clicks(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Lines that were skipped: their number, and the error messages of the first ones."""
+    """Lines that were skipped: their number, and the error messages of the first ones; and the number of rows
+    that are empty in every column."""
 
     number: int = 0
     first: tuple[str, ...] = ()
+    empty_rows: int = 0
+
+    def warnings(self) -> list[str]:
+        """A sentence about the empty rows, if there are any."""
+        left_out = f"{self.empty_rows:,} rows that are empty in every column were left out"
+        return [left_out] if self.empty_rows else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

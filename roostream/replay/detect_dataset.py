@@ -10,7 +10,7 @@ from roostream.errors import ConfigError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.datasets import load_dataset
 
-_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _SUFFIXES |= dict.fromkeys((".csv", ".tsv", ".txt"), "csv")
 
 

@@ -194,13 +194,22 @@ def _parts(feature: Feature) -> tuple[str, ...]:
     return (feature.table, *feature.columns) if feature.kind == "sequence" else ()
 
 
-def check_types(path: str, column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> None:
-    """Raises ConfigError: a column of the map has a type that cannot be used for what the map says."""
+def check_types(
+    path: str,
+    column_map: ImportMap,
+    schema: Schema,
+    arrow: pa.Schema,
+    example: Callable[[str], str] = lambda column: "",
+) -> None:
+    """Raises ConfigError: a column of the map has a type that cannot be used for what the map says, or its
+    name is that of two columns. `example` names a cell of the column for the message."""
     expectations = (*_of_requests(column_map), *_of_features(column_map, schema, arrow.names))
     for key, column, expected, fits in expectations:
+        if arrow.names.count(column) > 1:
+            raise ConfigError(f"{path}: two columns are named {column!r}; rename one")
         if not fits(kind := _plain(arrow.field(column).type)):
-            text = f"{path}: column {column!r} ({key}): expected {expected}, got {kind}; convert the column"
-            raise ConfigError(text)
+            text = f"{path}: column {column!r} ({key}): expected {expected}, got {kind}{example(column)}"
+            raise ConfigError(f"{text}; convert the column")
 
 
 class _Expectation(NamedTuple):

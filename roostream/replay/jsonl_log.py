@@ -28,7 +28,7 @@ from roostream.replay.log_lines import (
 )
 from roostream.replay.parse_time import parse_time_ms
 from roostream.schema.schema import Schema
-from roostream.schema.settings import setting
+from roostream.schema.settings import setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class Options(DatasetOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_files("log", self.log, needed=True)
+        for path in self.log:
+            if path.removesuffix(".gz").removesuffix(".zst").lower().endswith((".csv", ".tsv", ".parquet")):
+                remedy = "give a table of shown items as --impressions, or convert it with `import table`"
+                raise setting_error("log", "files of JSON lines", path, remedy)
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:

@@ -109,7 +109,7 @@ class LogLineReader:
 
     def __init__(self, schema: Schema, *, skip_bad: bool = False) -> None:
         self.schema, self.skip_bad = schema, skip_bad
-        self._num_skipped, self._first_skipped = 0, list[str]()
+        self._num_skipped, self._first_skipped, self._empty_rows = 0, list[str](), 0
         self._names = {side: {f.name for f in getattr(schema, side)} for side in ("ro", "nro")}
 
     def event(self, line: Line, where: str) -> Event:
@@ -130,9 +130,13 @@ class LogLineReader:
         if len(self._first_skipped) < _MAX_MESSAGES:
             self._first_skipped.append(message)
 
+    def count_empty(self, number: int) -> None:
+        """Count rows of a table that are empty in every column."""
+        self._empty_rows += number
+
     def skipped(self) -> Skipped:
         """The lines skipped so far."""
-        return Skipped(self._num_skipped, tuple(self._first_skipped))
+        return Skipped(self._num_skipped, tuple(self._first_skipped), self._empty_rows)
 
     def _request(self, line: ImpressionLine, where: str) -> Request:
         columns = _columns(line.candidates, "nro" in self._names["nro"])

@@ -85,14 +85,27 @@ def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> p
         raise ConfigError(text) from None
 
 
+def damaged_file(path: str, error: Exception) -> ConfigError:
+    """The error of a Parquet file of which a part cannot be read."""
+    return ConfigError(
+        f"{path}: expected a complete Parquet file, got a damaged one ({str(error).splitlines()[0]})"
+    )
+
+
+def times_in_ms(table: pa.Table) -> pa.Table:
+    """The table with its timestamps in ms of UTC. Python reads those in ns only with pandas, and those of a
+    zone only where the system knows it."""
+    ms = pa.timestamp("ms")
+    fields = [field.with_type(ms) if pa.types.is_timestamp(field.type) else field for field in table.schema]
+    return table.cast(pa.schema(fields), safe=False)
+
+
 def _read(floats: Collection[str], path: str, reader: LogLineReader) -> LogTable:
     with parquet_file(path) as file:
         try:
-            table = file.read()
+            table = times_in_ms(file.read())
         except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError(
-                f"{path}: expected a complete Parquet file, got a damaged one ({str(error).splitlines()[0]})"
-            ) from None
+            raise damaged_file(path, error) from None
     for n, field in enumerate(table.schema):
         kind = field.type
         if pa.types.is_dictionary(kind):  # as pandas writes its categories

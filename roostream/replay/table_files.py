@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import itertools
 import re
 from collections import Counter, deque
@@ -42,6 +43,8 @@ from roostream.replay.parquet_log import parquet_file
 LINE = "roostream: line"  # no column of a site is called so
 Refuse = Callable[[str, Exception], None]
 """Called with the place of a row that cannot be read, and why; raises, or counts the row as skipped."""
+CountEmpty = Callable[[int], None]
+"""Called with a number of rows of text that are empty in every column, and are therefore left out."""
 
 _TEXT_FORMS, _JSON_FORMS = ("csv", "tsv", "txt"), ("jsonl", "ndjson", "json")
 _FORMS = ("parquet", *_TEXT_FORMS, *_JSON_FORMS)
@@ -108,6 +111,7 @@ def as_parquet(
     refuse: Refuse,
     max_rows: int | None = None,
     keep_missing: Container[str] | None = (),
+    count_empty: CountEmpty = lambda number: None,
 ) -> list[str]:
     """Parquet files with the rows of `paths`: new files in `folder`, or Parquet files themselves.
 
@@ -130,13 +134,13 @@ def as_parquet(
     if form == "csv":
         with open_file(paths[0]) as file:
             delimiter = delimiter_of(first_line(paths[0], file))
-        read = partial(_read_text, delimiter)
+        read: Callable[..., Iterator[_Batch]] = partial(_read_text, delimiter)
         new_column: Callable[[bool], _TextColumn | _JsonColumn] = partial(_TextColumn, delimiter == ";")
     else:
         read = partial(_read_json, _list_of_rows(paths[0]))
         new_column = _JsonColumn
     for path in paths:
-        for batch in _first(read(path, refuse), max_rows):
+        for batch in _first(read(path, refuse, count_empty), max_rows):
             for name, cells in batch.columns.items():
                 if name not in columns:
                     columns[name] = new_column(keep_missing is None or name in keep_missing)
@@ -150,7 +154,7 @@ def as_parquet(
     for number, path in enumerate(paths):
         converted.append(str(folder / f"table-{number}.parquet"))
         with pq.ParquetWriter(converted[-1], schema) as writer:
-            for batch in _first(read(path, lambda where, error: None), max_rows):
+            for batch in _first(read(path, lambda where, error: None, lambda number: None), max_rows):
                 missing = pa.nulls(len(batch.lines))
                 arrays = [
                     array
@@ -191,6 +195,20 @@ def _as_plain_parquet(path: str, out: Path, refuse: Refuse, max_rows: int | None
                 writer.write_table(rows)
                 first, taken = first + len(batch), taken + len(rows)
     return str(out)
+
+
+def first_text(file: pq.ParquetFile, column: str) -> str:
+    """The first cell of a converted file that makes its column one of texts, as ", such as 'n/a' in line 7"
+    for a message; "" if there is none."""
+    if LINE not in file.schema_arrow.names or not pa.types.is_string(file.schema_arrow.field(column).type):
+        return ""
+    plain = "|".join(_KINDS[kind][0] for kind in ("number", "number with comma", "flag"))
+    for batch in file.iter_batches(columns=[column, LINE]):
+        is_text = pc.invert(pc.match_substring_regex(batch.column(column), plain))
+        is_text = pc.and_(is_text, pc.invert(pc.is_in(batch.column(column), _EMPTY_NUMBERS)))
+        for cell, line in zip(*(part.to_pylist() for part in batch.filter(is_text).slice(0, 1)), strict=True):
+            return f", such as {cell[:64]!r} in line {line}"
+    return ""
 
 
 def with_row_per_item(
@@ -581,26 +599,35 @@ def _names(path: str, line: str, delimiter: str) -> list[str]:
     return names
 
 
-def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
+def _read_text(delimiter: str, path: str, refuse: Refuse, count_empty: CountEmpty) -> Iterator[_Batch]:
     """Rows of separated text, all cells as texts. A row with another number of cells is refused."""
     with open_file(path) as file:
         names = _names(path, first_line(path, file), delimiter)
         yield _Batch({name: pa.array([], pa.string()) for name in names}, [])  # of a file without rows
-        for rows, line_N in text_rows(path, file, names, delimiter, _EMPTY, refuse):
+        for rows, line_N in text_rows(path, file, names, delimiter, _EMPTY, refuse, count_empty):
             yield _Batch({name: rows.column(name) for name in names}, line_N)
 
 
 def text_rows(
-    path: str, file: BinaryIO, names: Sequence[str], delimiter: str, missing: Sequence[str], refuse: Refuse
+    path: str,
+    file: BinaryIO,
+    names: Sequence[str],
+    delimiter: str,
+    missing: Sequence[str],
+    refuse: Refuse,
+    count_empty: CountEmpty,
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
     """Rows of the open file below its first line, and the line on which each begins (int64); all cells are
     texts, those in `missing` null. A row with another number of cells is refused; one without any cell, such
-    as an empty line, is left out.
+    as an empty line, is counted and left out.
 
     Raises:
-        ConfigError: the file is not separated text in UTF-8.
+        ConfigError: the file is not separated text in UTF-8, or ends within quotes.
     """
-    lines = _RowLines(path, refuse)
+    lines = _RowLines(path, delimiter, refuse)
+    file.seek(0)
+    if not file.readline().endswith(b"\n"):  # of a table without rows, which Arrow refuses
+        return
     file.seek(0)
     try:
         batches = pyarrow.csv.open_csv(
@@ -618,30 +645,67 @@ def text_rows(
                 column_types=dict.fromkeys(names, pa.string()), null_values=missing, strings_can_be_null=True
             ),
         )
+        last: tuple[int, str] | None = None  # the line of the last row, and its last cell
         for batch in batches:
             line_N, present_N = lines.of(batch), np.zeros(len(batch), np.bool_)
             for column in batch.columns:
                 present_N |= np.asarray(column.is_valid())
+            count_empty(int((~present_N).sum()))
+            if len(batch):
+                last = int(line_N[-1]), batch.columns[-1][-1].as_py() or ""
             yield batch.filter(pa.array(present_N)), line_N[present_N]
         lines.of(batches.schema.empty_table())
+        if last is not None and "\n" in last[1] and not _ends_with_quote(file):
+            raise _open_quote(path, last[0])
     except pa.ArrowInvalid as error:
         if "UTF8" in str(error) or "UTF-8" in str(error):
             raise not_utf8(path) from None
+        if "straddl" in str(error):
+            raise ConfigError(
+                f"{path}: expected rows of at most {_BLOCK_BYTES >> 20} MiB, got a longer one; close its "
+                "quotes"
+            ) from None
         raise ConfigError(
             f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"
         ) from None
 
 
+def _ends_with_quote(file: BinaryIO) -> bool:
+    """Whether the last character of the file is a quote, apart from line breaks."""
+    file.seek(max(0, file.seek(0, 2) - 4096))
+    return file.read().rstrip(b"\r\n").endswith(b'"')
+
+
+def _open_quote(path: str, line: int) -> ConfigError:
+    return ConfigError(
+        f"{path}:{line}: expected a quote that ends, got the end of the file in a row that begins here; "
+        'close the quote, or write a quote within a cell as ""'
+    )
+
+
+def _is_open(row: str, delimiter: str) -> bool:
+    """Whether the text of a row ends within quotes."""
+    try:
+        deque(csv.reader(io.StringIO(row, newline=""), delimiter=delimiter, strict=True), maxlen=0)
+    except csv.Error as error:
+        return "end of data" in str(error) or "field limit" in str(error)
+    return False
+
+
 class _RowLines:
     """The line on which each row begins: pyarrow counts rows, whose cells may have line breaks."""
 
-    def __init__(self, path: str, refuse: Refuse) -> None:
-        self._path, self._refuse = path, refuse
+    def __init__(self, path: str, delimiter: str, refuse: Refuse) -> None:
+        self._path, self._delimiter, self._refuse = path, delimiter, refuse
         self._row = self._line = 2  # of the next row; 1 has the names
-        self._bad: deque[tuple[int, int, str]] = deque()  # row, its line breaks, what is wrong
+        self._bad: deque[tuple[int, int, str]] = (
+            deque()
+        )  # row, its line breaks, what is wrong; "" = open quotes
 
     def on_bad(self, row: pyarrow.csv.InvalidRow) -> str:
         text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
+        if '"' in row.text and _is_open(row.text, self._delimiter):
+            text = ""
         self._bad.append((row.number, row.text.count("\n"), text))
         return "skip"
 
@@ -654,6 +718,8 @@ class _RowLines:
         while True:
             while self._bad and self._bad[0][0] == self._row:
                 _, breaks, text = self._bad.popleft()
+                if not text:
+                    raise _open_quote(self._path, self._line)
                 self._refuse(f"{self._path}:{self._line}", ValueError(text))
                 self._row, self._line = self._row + 1, self._line + 1 + breaks
             if done == len(rows):
@@ -707,9 +773,9 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
                     refuse(f"{path}:{number}", ValueError(f"expected a JSON object on each line ({wrong})"))
 
 
-def _read_json(rows_in: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
+def _read_json(rows_in: str, path: str, refuse: Refuse, count_empty: CountEmpty) -> Iterator[_Batch]:
     """The objects in the list `rows_in` of each line, or with "" the lines themselves. A line without shown
-    items is refused."""
+    items is refused; none is empty."""
     rows, lines = list[dict[str, Any]](), list[int]()
     for number, line in _json_lines(path, refuse):
         shown = line.pop(rows_in, None) if rows_in else [{}]

@@ -38,9 +38,9 @@ from roostream.errors import ConfigError, SetupError, WireError
 from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
-from roostream.replay.parquet_log import parquet_file
-from roostream.replay.parse_time import parse_table_time_ms
-from roostream.replay.table_files import LINE, as_parquet, with_row_per_item
+from roostream.replay.parquet_log import damaged_file, parquet_file
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_table_time_ms
+from roostream.replay.table_files import LINE, as_parquet, first_text, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
@@ -64,6 +64,7 @@ class ImportCounts:
     engagements: int = 0
     skipped: int = 0  # requests with an invalid value, and rows without a request
     first_skipped: tuple[str, ...] = ()  # the messages of the first ones
+    warnings: list[str] = dataclasses.field(default_factory=list)  # about rows that were left out
 
 
 class _Input(NamedTuple):
@@ -93,16 +94,18 @@ def import_table(
 
     Raises:
         ConfigError: a file is no table (table_files.py), lacks a column of the map or has it with an unusable
-        type, or `out` exists.
+        type, or `out` exists or has another ending.
         LogError: a bad row without `skip_bad`; names file and row.
         SetupError: there is no space.
     """
+    if not out.name.endswith((".jsonl", ".jsonl.gz")):
+        raise ConfigError(f"{out}: expected a name that ends in .jsonl or .jsonl.gz; choose such a name")
     if out.exists():
         raise ConfigError(f"{out}: expected a new file, but it exists; remove it or choose another name")
     counts, reader = ImportCounts(), LogLineReader(schema, skip_bad=skip_bad)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-            files = as_parquet(paths, Path(folder), reader.refuse, keep_missing=column_map.lists)
+            files = as_parquet(paths, Path(folder), reader.refuse, None, column_map.lists, reader.count_empty)
             if lists := column_map.lists:
                 in_order = [column_map.item, *(name for name in lists if name != column_map.item)]
                 files = with_row_per_item(paths, files, in_order, Path(folder), reader.refuse)
@@ -126,6 +129,7 @@ def import_table(
         raise SetupError(text) from None
     skipped = reader.skipped()
     counts.skipped, counts.first_skipped = skipped.number, skipped.first
+    counts.warnings = skipped.warnings()
     return counts
 
 
@@ -136,7 +140,7 @@ def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_ma
         with parquet_file(name) as file:
             known = file.schema_arrow.names
             check_columns(path, column_map, schema, known)
-            check_types(path, column_map, schema, file.schema_arrow)
+            check_types(path, column_map, schema, file.schema_arrow, partial(first_text, file))
             wanted = sorted({*column_map.columns(schema, known), *({LINE} & set(known))})
             if columns and wanted != list(columns):
                 text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"
@@ -216,9 +220,7 @@ def _batches(
                     counts.rows += len(batch)
                     progress(counts.rows, given.num_rows)
             except (pa.ArrowInvalid, OSError) as error:
-                wrong = str(error).splitlines()[0]
-                text = f"{path}: expected a complete Parquet file, got a damaged one ({wrong})"
-                raise ConfigError(text) from None
+                raise damaged_file(path, error) from None
 
 
 def _as_number(path: str, name: str, column: pa.Array, as_type: pa.DataType | None) -> pa.Array:
@@ -300,7 +302,14 @@ def _requests(
                     raise ValueError(
                         f"column {column_map.time!r}: expected a time, got none that can be read"
                     )
-            lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, column_map)
+            time_ms = int(begin_ms_U[number_N[first]])
+            if not EARLIEST_MS <= time_ms <= LATEST_MS:
+                raise ValueError(
+                    f"column {column_map.time!r}: expected a time in the years 1980 to 9999, got {time_ms} "
+                    f"ms since 1970 by time_unit = {column_map.time_unit!r}; correct it in the map, or "
+                    "the time"
+                )
+            lines = _lines(rows, str(id_N[first]), time_ms, schema, column_map)
             for row, at in zip(rows, order_N[first : first + len(rows)].tolist(), strict=True):
                 lines += [_engagement(str(id_N[first]), row, action) for action in done.get(at, ())]
             for line in lines:

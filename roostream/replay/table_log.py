@@ -236,7 +236,7 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
     """Convert the rows of one request, in their order, to one impression.
 
     Raises:
-        ValueError: the rows differ in a request feature.
+        ValueError: the rows differ in a request feature, or have a list of ids as text, which would be one.
     """
     ro, nro = {f.name for f in schema.ro}, {f.name for f in schema.nro}
     first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
@@ -244,6 +244,13 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
         if any(not _equal(row.get(name), first.get(name)) for row in rows):
             text = f"{name}: expected one value in all rows of request {first.get('request_id')!r}"
             raise ValueError(text)
+    for name in (f.name for f in (*schema.ro, *schema.nro) if f.kind == "ids" and f.name in names):
+        for cell in (row.get(name) for row in rows):
+            if isinstance(cell, str) and cell.startswith("[") and cell.endswith("]"):
+                raise ValueError(
+                    f'{name}: expected an id, or a list such as ["a", "b"] in CSV, got the text '
+                    f"{cell[:64]!r}; write it as such a list"
+                )
     columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
     given: Row = {
         name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first

@@ -12,6 +12,7 @@ import re
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -409,11 +410,16 @@ def _s3_errors(what: str, absent: str = "") -> Iterator[None]:
 
 
 def s3_reason(error: Exception) -> str:
-    """The code and message with which an object store refused a call, else the first line of the error."""
+    """The code and message with which an object store refused a call, else the first line of the error; and
+    the proxy of the environment through which a store was not reached."""
     text = reason_of(error).strip()
     if found := _S3_REFUSAL.search(text):
         text = f"{found[1]}: {found[2].strip()}"
-    return text.split("\n", 1)[0][:300]
+    text = text.split("\n", 1)[0][:300]
+    scheme = "https" if "https://" in text else "http"
+    if "error sending request" in text and (proxy := urllib.request.getproxies().get(scheme)):
+        text += f", through the proxy {mask_secrets(proxy)} unless NO_PROXY has this host"
+    return text
 
 
 def _file_store(path: str) -> FileStore:

@@ -441,6 +441,8 @@ def _weights(f: Feature, values: Any) -> list[float]:
         out = [float(v) for v in values]
     except (TypeError, ValueError):
         raise _shape_error(f, "weights (numbers)", repr(values)) from None
+    except OverflowError:
+        raise _beyond_floats(f) from None
     if any(v != v for v in out):
         raise WireError("non_finite", f"feature {f.name!r}: expected finite weights, got NaN")
     if too_large := [v for v in out if abs(v) > MAX_WEIGHT]:
@@ -454,7 +456,15 @@ def _float(f: Feature, value: Any) -> float:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise _shape_error(f, "a number", repr(value))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise _beyond_floats(f) from None
+
+
+def _beyond_floats(f: Feature) -> WireError:
+    text = f"feature {f.name!r}: expected finite 32-bit floats, got an integer of more than 300 digits"
+    return WireError("non_finite", text)
 
 
 def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.table import Table
 
 from roostream.cli.main import cli
-from roostream.cli.output import clock, counted, print_json, progress_bar, wide_console
+from roostream.cli.output import clock, counted, print_json, print_rows, progress_bar, wide_console
 
 
 def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +84,7 @@ def test_output_that_cannot_be_written_is_an_error(arguments: tuple[str, ...], t
     with Path("/dev/full").open("wb") as full:
         code, error = run(full.fileno())
     assert code == 2 and error.startswith("error: ") and "No space left" in error
+    assert "standard output" in error
     assert len(error.splitlines()) == 1
 
     reading, writing = os.pipe()
@@ -95,6 +96,29 @@ def test_output_that_cannot_be_written_is_an_error(arguments: tuple[str, ...], t
     code, error = run(subprocess.DEVNULL)
     assert code == 2 and error.startswith("error: standard output is closed")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("columns", [20, 40, 120])
+def test_a_narrow_terminal_shows_names_and_values(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_rows([("closed by", "window 7"), ("dead letters", "none")], "check")
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("closed", "dead", "window", "none"))
+    assert ("dead letters" in shown) == (columns > 20)
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_commands_run_with_closed_standard_input_and_errors(closed: str, tmp_path: Path) -> None:
+    """As services and jobs of cron are started."""
+    command = f'"$0" -m roostream.cli.main init shop --requests 100 {closed} && echo $?'
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.endswith("\n0\n") and (tmp_path / "shop" / "log.jsonl").exists(), done.stderr
+    inputs = "--schema shop/schema.toml --log shop/log.jsonl"
+    command = f'"$0" -m roostream.cli.main check {inputs} {closed} && echo $?'
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.endswith("\n0\n") and "requests" in done.stdout, done.stderr
 
 
 def run_on_terminal(*arguments: str) -> tuple[int, str]:

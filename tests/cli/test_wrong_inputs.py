@@ -228,6 +228,16 @@ def test_characters_that_a_terminal_cannot_show_are_escaped(folder: Path) -> Non
     assert b"requests" in done.stdout and done.stdout.isascii() and b"Traceback" not in done.stderr
 
 
+def test_a_locale_without_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "käufe.csv").write_text("user,item,time,click\na,1,2024-05-01,1\na,2,2024-05-01,0\n")
+    command = (sys.executable, "-m", "roostream.cli.main", "init", "shop", "--from", "käufe.csv")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **locale}, capture_output=True, check=False
+    )
+    assert done.returncode == 2 and b"error: expected a locale with UTF-8, got ascii" in done.stderr
+
+
 def test_a_limit_of_file_sizes_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     command = f"ulimit -f 8; exec {sys.executable} -m roostream.cli.main init shop"
     done = subprocess.run(

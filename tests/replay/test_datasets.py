@@ -14,7 +14,15 @@ import pytest
 
 from roostream.errors import ConfigError
 from roostream.replay.config import ReplayConfig
-from roostream.replay.datasets import DATASETS, Clicks, Dataset, DatasetOptions, EventLog, load_dataset
+from roostream.replay.datasets import (
+    DATASETS,
+    Clicks,
+    Dataset,
+    DatasetOptions,
+    EventLog,
+    Skipped,
+    load_dataset,
+)
 from roostream.replay.events import Event, Request
 from roostream.replay.input_files import check_files, open_file
 from roostream.replay.replay_log import open_log
@@ -70,7 +78,7 @@ def test_another_dataset_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pyte
     config = ReplayConfig(dataset="another", options=Options(num_lists=3), schema=__file__)
     log = open_log(config, SCHEMA)
     impressions = [r for r in log.records if wire.kind_of(r.value) == wire.IMPRESSION]
-    assert len(impressions) == log.num_requests == 3 and log.skipped() == (0, ())
+    assert len(impressions) == log.num_requests == 3 and log.skipped() == Skipped()
 
 
 def test_missing_files_are_reported_when_settings_are_checked(tmp_path: Path) -> None:

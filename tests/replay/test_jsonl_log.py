@@ -16,7 +16,7 @@ import zstandard
 from roostream.errors import ConfigError
 from roostream.replay.events import Action, Event, Request
 from roostream.replay.input_files import check_files
-from roostream.replay.jsonl_log import JsonlLog
+from roostream.replay.jsonl_log import JsonlLog, Options
 from roostream.replay.log_lines import LogError, LogLineReader
 from roostream.schema.ids import hash64, signed
 from roostream.schema.schema_file import schema_from_dict
@@ -174,8 +174,8 @@ def test_an_invalid_line_is_reported_with_its_number_or_skipped_and_counted(
     skipping_reader = LogLineReader(SCHEMA, skip_bad=True)
     log = JsonlLog([write(tmp_path / "log", IMPRESSION, line, ENGAGEMENT)], skipping_reader).open()
     assert len(list(log.events)) == 2
-    count, first = log.skipped()
-    assert count == 1 and "log:2: " in first[0]
+    skipped = log.skipped()
+    assert skipped.number == 1 and "log:2: " in skipped.first[0]
 
 
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
@@ -244,3 +244,10 @@ def test_a_log_may_be_a_pipe(tmp_path: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(pipe.write_text, text)
         assert [type(e) for e in events_of(str(pipe))] == [Request, Action]
+
+
+@pytest.mark.parametrize("name", ["log.tsv", "log.CSV", "log.csv.gz", "log.parquet"])
+def test_a_table_is_not_read_as_json_lines(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"expected files of JSON lines.* as --impressions"):
+        Options(log=(str(tmp_path / name),))

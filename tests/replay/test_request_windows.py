@@ -90,11 +90,11 @@ def test_pages_that_only_add_candidates_are_not_requests(tmp_path: Path) -> None
 
 
 def test_the_format_of_a_log_follows_from_its_path(tmp_path: Path) -> None:
-    names = ("a.jsonl", "b.jsonl.gz", "c.csv", "d.parquet", "s.toml", "behaviors.parquet", "history.parquet")
+    names = ("a.jsonl", "b.ndjson.gz", "c.csv", "d.parquet", "s.toml", "behaviors.parquet", "history.parquet")
     paths = {name: str(tmp_path / name) for name in names}
     for path in paths.values():
         Path(path).write_bytes(b"")
-    assert detect_replay([paths["a.jsonl"], paths["b.jsonl.gz"]], paths["s.toml"]).dataset == "jsonl"
+    assert detect_replay([paths["a.jsonl"], paths["b.ndjson.gz"]], paths["s.toml"]).dataset == "jsonl"
     assert detect_replay([paths["c.csv"]], paths["s.toml"]).dataset == "csv"
     assert detect_replay([paths["d.parquet"]], paths["s.toml"]).dataset == "parquet"
     for path in (str(tmp_path), paths["behaviors.parquet"]):

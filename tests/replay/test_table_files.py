@@ -251,6 +251,9 @@ def test_lines_are_counted_also_with_line_breaks_in_cells_and_empty_lines(tmp_pa
         ("a.csv", "user,city\nann,M\xfcnchen\n".encode("latin-1"), "UTF-8"),
         ("a.csv", "user,st\xe4dte\nann,1\n".encode("latin-1"), "UTF-8"),
         ("a.csv", b"user,price\rann,1\r", "alone"),
+        ("a.csv", b'user,city\nann,Rome\nbob,"Oslo\ncid,Bonn\n', "a.csv:3: expected a quote that ends"),
+        ("a.csv", b'user,city\nann,Rome\n"bob,Oslo\ncid,Bonn', "a.csv:3: expected a quote that ends"),
+        ("a.csv", b'user,city\nann,"' + b"Rome\n" * (2 << 20), "MiB.*quotes"),
         ("a.csv", "user,price\nann,1\n".encode("utf-16"), "-f UTF-16"),
         ("a.jsonl", b'{"shown_a": [{"id": 1}], "shown_b": [{"id": 1}]}\n', "'shown_b'"),
         ("a.xlsx", b"", "csv"),
@@ -266,6 +269,21 @@ def test_a_file_that_is_not_a_table_is_rejected_in_one_sentence(
     with pytest.raises(ConfigError, match=message_part) as error:
         as_parquet([str(path)], tmp_path, LogLineReader(SCHEMA).refuse)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("last", ['"Oslo\nfjord"', '"a ""quote"""', 'a "quote', '"Oslo"'])
+def test_quotes_and_line_breaks_in_the_last_cell_are_read(tmp_path: Path, last: str) -> None:
+    for n, end in enumerate(("", "\n", "\r\n\r\n")):
+        (folder := tmp_path / str(n)).mkdir()
+        rows = read(folder, ("a.csv", f"user,city\nann,Rome\nbob,{last}{end}"))
+        quoted = last.startswith('"')
+        expected = last[1:-1].replace('""', '"') if quoted else last
+        assert [row["city"] for row in rows] == ["Rome", expected]
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_table_without_rows_may_lack_the_line_break(tmp_path: Path, end: str) -> None:
+    assert read(tmp_path, ("a.csv", f"user,price{end}")) == []
 
 
 def test_files_of_several_formats_are_rejected(tmp_path: Path) -> None:

@@ -514,6 +514,55 @@ def test_a_column_of_an_unusable_type_is_rejected_in_one_sentence(
     assert not (tmp_path / "log.jsonl").exists()
 
 
+@pytest.mark.parametrize("cells", ["['a', 'b']", "[a, b]"])
+def test_a_list_of_ids_that_is_no_json_is_rejected_with_its_line(tmp_path: Path, cells: str) -> None:
+    """pandas writes a column of lists to CSV like this."""
+    (tmp_path / "a.csv").write_text(f'id;t;item;tags\nr1;{T0};5;"{cells}"\n')
+    schema = schema_from_dict(
+        {
+            "tables": {"tag": {"dim": 4}},
+            "nro": [{"name": "tags", "kind": "ids", "table": "tag"}],
+            "label": [{"name": "click", "action": "click"}],
+        }
+    )
+    (tmp_path / "map.toml").write_text('request = ["id"]\ntime = "t"\nitem = "item"\n')
+    column_map = load_map(str(tmp_path / "map.toml"), schema)
+    with pytest.raises(LogError, match=r"a\.csv:2: tags: expected an id, or a list"):
+        import_table([str(tmp_path / "a.csv")], schema, column_map, tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("name", ["log.jsonl.zst", "log.csv", "log"])
+def test_a_log_is_written_under_a_name_that_can_be_read(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"\.jsonl or \.jsonl\.gz"):
+        run_import(tmp_path, table_of([ONE_ROW]), text=MINIMAL_MAP, out=name)
+
+
+@pytest.mark.parametrize("unit", ["s", "us"])
+def test_a_wrong_unit_of_times_names_the_setting(tmp_path: Path, unit: str) -> None:
+    given = T0 // 1000 if unit == "s" else T0 * 1000
+    with pytest.raises(LogError, match=r"0\.parquet:1: column 't': .* correct it in the map"):
+        run_import(tmp_path, table_of([{**ONE_ROW, "t": given}]), text=MINIMAL_MAP)
+
+
+@pytest.mark.parametrize("cell", ["3.50 EUR", "inf", "1'000"])
+def test_the_cell_that_makes_a_column_text_is_named(tmp_path: Path, cell: str) -> None:
+    rows = "".join(f"r1,{T0},{n},{price}\n" for n, price in enumerate(("1.5", "NA", "2", cell, "3")))
+    (tmp_path / "a.csv").write_text(f"id,t,item,price\n{rows}")
+    column_map = map_of(tmp_path, MINIMAL_MAP)
+    with pytest.raises(
+        ConfigError, match=r"'price'.*expected numbers, got string, such as .* in line 5"
+    ) as error:
+        import_table([str(tmp_path / "a.csv")], SCHEMA, column_map, tmp_path / "log.jsonl")
+    assert repr(cell) in str(error.value)
+
+
+def test_two_parquet_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
+    table = table_of([ONE_ROW])
+    two = pa.Table.from_arrays([*table.columns, table["price"]], names=[*table.column_names, "price"])
+    with pytest.raises(ConfigError, match="two columns are named 'price'"):
+        run_import(tmp_path, two, text=MINIMAL_MAP)
+
+
 EVENTS = """
 request = ["visitor", "seen_at"]
 time = "seen_at"

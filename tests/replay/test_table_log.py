@@ -154,6 +154,24 @@ def test_truth_values_decimals_and_categories_are_numbers_and_texts(tmp_path: Pa
     assert (request.request_id, request.ro, request.nro["price"]) == ("r", {"basket": 2.5}, [1.0, None, 0.0])
 
 
+def test_parquet_times_in_ns_and_of_any_zone_are_read(tmp_path: Path) -> None:
+    moment = pa.array([T0 * 10**6 + 1], pa.timestamp("ns", "Nowhere/Unknown"))
+    table = pa.table({"request_id": ["r1"], "time": moment, "item_id": [1]})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    assert [event.time_ms for event in parquet_log.open(options, SCHEMA, 0).events] == [T0]
+
+
+@pytest.mark.parametrize("text", ["['x', 'y']", '["x", "y"]', "[1 2 3]", "[x, y]"])
+def test_a_list_of_ids_that_is_text_is_refused(tmp_path: Path, text: str) -> None:
+    """As one id it would be trained without a word."""
+    table = pa.table({"request_id": ["r1"], "time": [T0], "item_id": [1], "brands": [text]})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    with pytest.raises(LogError, match=r"shown\.parquet:1: brands: expected an id, or a list"):
+        list(parquet_log.open(options, SCHEMA, 0).events)
+
+
 def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
     row = {"request_id": "r", "time": T0, "item_id": 1, "user_id": "", "brands": ""}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")
@@ -182,6 +200,10 @@ def test_compressed_csv_files_are_read_in_any_order(tmp_path: Path) -> None:
         ("request_id,time,item_id,prize\nr,1,1,1\n", r"did you mean 'price'"),
         ("request_id,time,item_id,action\nr,1,1,view\n", r"'action' .* with --engagements"),
         ("", r"shown.csv: expected a"),
+        (
+            'request_id,time,item_id,basket\nr,1700000000000,1,"2\nr,1700000000000,2,2\n',
+            r"shown.csv:2: .*quote",
+        ),
         ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price'"),
     ],
 )
@@ -224,6 +246,14 @@ def test_a_column_without_a_name_can_be_ignored(tmp_path: Path) -> None:
         open_csv(tmp_path, shown)
     log = open_csv(tmp_path, shown, ignore=("column_1",))
     assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
+
+
+def test_rows_that_are_empty_in_every_column_are_counted(tmp_path: Path) -> None:
+    """Spreadsheets write such rows below a table."""
+    log = open_csv(tmp_path, IMPRESSIONS_CSV + ",,,,,,,,\n\n")
+    assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
+    skipped = log.skipped()
+    assert (skipped.number, skipped.empty_rows) == (0, 2) and "2 rows" in skipped.warnings()[0]
 
 
 def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:

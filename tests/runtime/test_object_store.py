@@ -188,6 +188,18 @@ def test_an_unavailable_store_differs_from_a_missing_object(monkeypatch: pytest.
         open_store("s3://bucket").get("manifests/1")
 
 
+def test_a_proxy_that_hides_the_store_is_named(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://ann:secret@127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with pytest.raises(UnavailableError, match=r"proxy http://\S*@127\.0\.0\.1:1 unless NO_PROXY") as error:
+        open_store(f"s3://{s3_server.BUCKET}/behind").get("dense/1")
+    assert "secret" not in str(error.value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(CheckpointError, match="absent"):
+        open_store(f"s3://{s3_server.BUCKET}/behind").get("dense/1")
+
+
 def test_a_bucket_that_does_not_exist_is_named_and_never_taken_for_a_missing_object(s3: str) -> None:
     store = open_store("s3://nowhere/x")
     calls: list[Callable[[], object]] = [

@@ -68,6 +68,8 @@ def table(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_ba
         f"{counts.rows:,} rows"
     )
     print_skipped("rows and requests", counts.skipped, counts.first_skipped)
+    for warning in counts.warnings:
+        click.echo(warning, err=True)
 
 
 @import_group.command("log", cls=MultiValueCommand)
@@ -129,6 +131,8 @@ def log(
             err=True,
         )
     print_skipped("lines", counts.skipped, counts.first_skipped)
+    for warning in counts.warnings:
+        click.echo(warning, err=True)
     print_skipped("events that cannot be joined", counts.dead, counts.first_dead)
     if counts.late:
         click.echo(

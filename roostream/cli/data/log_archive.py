@@ -49,6 +49,7 @@ class ArchivedLog:
     late: int = 0  # engagements after the join window, which became corrections
     skipped: int = 0  # lines that cannot be used
     first_skipped: tuple[str, ...] = ()  # the errors of the first ones
+    warnings: list[str] = dataclasses.field(default_factory=list)  # about rows that were left out
     archived_before: int = 0  # samples that the warehouse had
     dead: int = 0  # events that cannot be joined, and samples that cannot be stored
     first_dead: tuple[str, ...] = ()
@@ -96,6 +97,7 @@ def archive_log(
     files.flush()
     skipped = log.skipped()
     counts.skipped, counts.first_skipped = skipped.number, skipped.first
+    counts.warnings = skipped.warnings()
     counts.dead, counts.first_dead = files.num_dead, tuple(files.first_dead)
     if counts.dead and not skip_bad:
         shown = "; ".join(counts.first_dead)

@@ -28,7 +28,7 @@ from roostream.errors import ConfigError, nearest
 from roostream.replay.import_map import OWN_NAMES
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
-from roostream.replay.parquet_log import parquet_file
+from roostream.replay.parquet_log import damaged_file, parquet_file, times_in_ms
 from roostream.replay.table_files import LINE, LISTS, as_parquet, form_of
 from roostream.replay.table_log import OF_ENGAGEMENTS
 from roostream.schema.settings import SettingError, check_name
@@ -775,13 +775,19 @@ def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Sc
         with parquet_file(path) as file:
             types = types or file.schema_arrow
             taken = 0
-            for batch in file.iter_batches():
-                found = batch.to_pylist()
-                taken += len(found)
-                rows += [{name: _number(cell) for name, cell in row.items() if name != LINE} for row in found]
-                if taken >= MAX_LINES:
-                    complete = False
-                    break
+            try:
+                for batch in file.iter_batches():
+                    found = times_in_ms(pa.Table.from_batches([batch])).to_pylist()
+                    taken += len(found)
+                    rows += [{n: _number(cell) for n, cell in row.items() if n != LINE} for row in found]
+                    if taken >= MAX_LINES:
+                        complete = False
+                        break
+            except (pa.ArrowInvalid, OSError) as error:
+                raise damaged_file(path, error) from None
+            except OverflowError:  # of a timestamp
+                text = "expected times before the year 10000, got a later one; correct it, such as its unit"
+                raise ConfigError(f"{path}: {text}") from None
     return rows, complete, types
 
 

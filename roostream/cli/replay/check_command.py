@@ -100,7 +100,7 @@ def build_report(
     """The keys of a replay's report, with `errors`, `engagement_delay_s` and `requests_in_pages`."""
     sums, skipped = topics.accounts.sums(ended=True), log.skipped()
     positives, base_rates = topics.statistics.positives(), topics.statistics.base_rates()
-    warnings = advice(schema, log.profile, positives, base_rates)
+    warnings = [*advice(schema, log.profile, positives, base_rates), *skipped.warnings()]
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(
             f"{late} engagements come after the join window and are not trained; a longer --window "

@@ -144,6 +144,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     warnings = []
     if profile.num_impressions:
         warnings = advice(schema, profile, positives, base_rates, float(model.get("prior", 0.1)))
+        warnings += skipped.warnings()
     report: dict[str, Any] = {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",

@@ -581,6 +581,36 @@ def test_wrong_input_is_reported_in_one_sentence(args: tuple[str, ...]) -> None:
     assert "\n" not in str(error.value)
 
 
+def write_visits(times: pa.Array, **more: Any) -> None:
+    columns = {"user": ["a", "a", "b"], "item": [1, 2, 3], "time": times, "clicked": [1, 0, 1], **more}
+    pq.write_table(pa.table(columns), "visits.parquet")
+
+
+def test_a_damaged_parquet_file_is_refused_in_one_sentence() -> None:
+    write_visits(pa.array([T0] * 3), text=[f"{n}" * 999 for n in range(3)])
+    data = bytearray(Path("visits.parquet").read_bytes())
+    data[len(data) // 8 : len(data) // 4] = bytes(len(data) // 4 - len(data) // 8)
+    Path("visits.parquet").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"visits\.parquet: expected a complete"):
+        run("shop", "--from", "visits.parquet")
+
+
+def test_two_parquet_columns_of_one_name_are_refused() -> None:
+    write_visits(pa.array([T0] * 3), price=[1.5, 2.5, 3.5], cost=[1.5, 2.5, 3.5])
+    table = pq.read_table("visits.parquet")
+    pq.write_table(table.rename_columns([*table.column_names[:-1], "price"]), "visits.parquet")
+    with pytest.raises(ConfigError, match="two columns are named 'price'"):
+        run("shop", "--from", "visits.parquet")
+
+
+def test_timestamps_are_read_whatever_their_unit_and_zone_or_refused() -> None:
+    write_visits(pa.array([T0 * 10**6 + 1] * 3, pa.timestamp("ns", "Nowhere/Unknown")))
+    run("shop", "--from", "visits.parquet")
+    write_visits(pa.array([T0 * 1000] * 3, pa.timestamp("ms")))
+    with pytest.raises(ConfigError, match="before the year 10000"):
+        run("other", "--from", "visits.parquet")
+
+
 @pytest.mark.parametrize("flags", [("--ignore", "price"), ("--item", "item_id")])
 def test_options_about_columns_are_refused_for_lines_with_fixed_names(flags: tuple[str, str]) -> None:
     write_lines("log.jsonl", make_log())
