@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from roostream.errors import ConfigError, nearest
 from roostream.models.build import load_model_config
 from roostream.runtime import manifest as manifests
+from roostream.runtime.address import expand_addresses
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.manifest import Manifest
@@ -252,7 +253,8 @@ def _check_shape(config: ServingConfig, manifest: Manifest) -> None:
     settings."""
     manifests.check_shape(
         manifest,
-        num_shards=len(config.shards) or manifest.num_shards,  # a process without rows has no shards
+        # a process without rows has no shards
+        num_shards=len(expand_addresses(config.shards)) or manifest.num_shards,
         num_buckets=config.buckets,
         num_partitions=config.partitions,
         seed=config.seed,

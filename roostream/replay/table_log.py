@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ _WHO = ("user_id", "session_id", "surface")
 _OF_IMPRESSIONS = (*_NEEDED, *_WHO, "weight", "position", "propensity")
 OF_ENGAGEMENTS = (*_NEEDED, "action", *_WHO, "value", "event_id")
 _ROWS = 4096
+_LIST_AS_TEXT = re.compile(r"""\[(?:\s*|.*[,'"].*|[\s\d.]+)\]""", re.DOTALL)
+"""How Python, NumPy and JSON write a list. An id such as `[deleted]` is none."""
 Row = dict[str, Any]
 
 
@@ -246,7 +249,7 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
             raise ValueError(text)
     for name in (f.name for f in (*schema.ro, *schema.nro) if f.kind == "ids" and f.name in names):
         for cell in (row.get(name) for row in rows):
-            if isinstance(cell, str) and cell.startswith("[") and cell.endswith("]"):
+            if isinstance(cell, str) and _LIST_AS_TEXT.fullmatch(cell):
                 raise ValueError(
                     f'{name}: expected an id, or a list such as ["a", "b"] in CSV, got the text '
                     f"{cell[:64]!r}; write it as such a list"

@@ -172,6 +172,14 @@ def test_a_list_of_ids_that_is_text_is_refused(tmp_path: Path, text: str) -> Non
         list(parquet_log.open(options, SCHEMA, 0).events)
 
 
+def test_an_id_in_brackets_is_one_id(tmp_path: Path) -> None:
+    table = pa.table({"request_id": ["r1"], "time": [T0], "item_id": [1], "brands": ["[not set]"]})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    (request,) = parquet_log.open(options, SCHEMA, 0).events
+    assert isinstance(request, Request) and request.nro["brands"] == ["[not set]"]
+
+
 def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
     row = {"request_id": "r", "time": T0, "item_id": 1, "user_id": "", "brands": ""}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")

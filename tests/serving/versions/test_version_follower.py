@@ -305,6 +305,14 @@ def test_a_manifest_of_another_model_shape_stops_serving(tmp_path: Path) -> None
     assert commits.installed == []
 
 
+def test_a_pattern_of_addresses_counts_as_many_shards_as_it_names(tmp_path: Path) -> None:
+    config = config_of(tmp_path, shards=("roostream-shard-{2}.roostream-shard:7000",))
+    commits = Commits(tmp_path / "store")
+    commits.follower.check = partial(_check_shape, config)
+    commits.commit(1)
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1"
+
+
 def test_a_rollback_to_a_loaded_version_loads_nothing(commits: Commits) -> None:
     commits.commit(1, fill=0.25)
     commits.follower.poll()
