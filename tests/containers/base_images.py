@@ -20,7 +20,11 @@ from pathlib import Path
 from infra.jars import KAFKA_JARS, require_jars
 
 SLIM, FULL = "docker.io/library/python:3.11.13-slim-bookworm", "docker.io/library/python:3.11.13-bookworm"
-UV, REDIS, KAFKA = "ghcr.io/astral-sh/uv:0.13.8", "docker.io/library/redis:7.4", "docker.io/apache/kafka:4.2.0"
+UV, REDIS, KAFKA = (
+    "ghcr.io/astral-sh/uv:0.13.8",
+    "docker.io/library/redis:7.4",
+    "docker.io/apache/kafka:4.2.0",
+)
 _PATH = "ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 _INSTALL = "RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends"
 
@@ -58,8 +62,10 @@ CMD ["/etc/kafka/docker/run"]
 _RUN = """#!/bin/bash
 set -e
 export CLUSTER_ID="${CLUSTER_ID:-5L6g3nShT-eMCtK--X86sw}"
-java -cp '/opt/kafka/libs/*:/usr/share/java/snakeyaml.jar' kafka.docker.KafkaDockerWrapper setup --default-configs-dir /etc/kafka/docker \\
-  --mounted-configs-dir /mnt/shared/config --final-configs-dir /opt/kafka/config
+printed=$(java -cp '/opt/kafka/libs/*:/usr/share/java/snakeyaml.jar' kafka.docker.KafkaDockerWrapper setup \\
+  --default-configs-dir /etc/kafka/docker --mounted-configs-dir /mnt/shared/config \\
+  --final-configs-dir /opt/kafka/config 2>&1) || grep -q "already formatted" <<< "$printed" ||
+  { echo "$printed"; exit 1; }
 exec java -Xmx512m -cp '/opt/kafka/libs/*' kafka.Kafka /opt/kafka/config/server.properties
 """
 _VERSIONS = """#!/bin/bash
@@ -93,12 +99,16 @@ def make() -> None:
 
 
 def _exists(image: str) -> bool:
-    return not subprocess.run(("docker", "image", "inspect", image), capture_output=True, check=False).returncode
+    return not subprocess.run(
+        ("docker", "image", "inspect", image), capture_output=True, check=False
+    ).returncode
 
 
 def _make_slim(root: Path) -> None:
     """Debian's smallest system, with CPython in /usr/local."""
-    packages = "--include=ca-certificates,netbase,libbz2-1.0,libffi8,liblzma5,libreadline8,libsqlite3-0,libssl3"
+    packages = (
+        "--include=ca-certificates,netbase,libbz2-1.0,libffi8,liblzma5,libreadline8,libsqlite3-0,libssl3"
+    )
     subprocess.run(("debootstrap", "--variant=minbase", packages, "bookworm", str(root)), check=True)
     packages_of_python = shutil.ignore_patterns("site-packages", "__pycache__")
     for part in ("bin", "include", "lib"):

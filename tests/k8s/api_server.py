@@ -43,8 +43,8 @@ _UNVERIFIED.check_hostname, _UNVERIFIED.verify_mode = False, ssl.CERT_NONE
 class ApiServer:
     """A context manager; `kubectl` talks to the server."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._children = folder, list[subprocess.Popen[bytes]]()
+    def __init__(self, folder: Path, address: str = HOST) -> None:
+        self.folder, self.address, self._children = folder, address, list[subprocess.Popen[bytes]]()
         self._ports = Ports()
         self.port, self._etcd, self._peer = self._ports.draw(), self._ports.draw(), self._ports.draw()
         self.config = folder / "kubeconfig"
@@ -90,7 +90,9 @@ class ApiServer:
         if method == "PATCH":
             headers["Content-Type"] = "application/merge-patch+json"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"https://{HOST}:{self.port}{path}", data, headers, method=method)
+        request = urllib.request.Request(
+            f"https://{self.address}:{self.port}{path}", data, headers, method=method
+        )
         with urllib.request.urlopen(request, timeout=600, context=_UNVERIFIED) as answer:
             return dict(json.load(answer))
 
@@ -137,10 +139,13 @@ class ApiServer:
                 raise AssertionError(f"expected that {description}, got {log_ends}")
             time.sleep(0.2)
 
-    def _start(self, program: str, *arguments: str) -> None:
-        with (self.folder / f"{program}.log").open("wb") as log:
-            command = (str(self.programs[program]), *arguments)
+    def start(self, name: str, *command: str) -> None:
+        """Start a program that ends with the server. Its output is NAME.log in the folder."""
+        with (self.folder / f"{name}.log").open("wb") as log:
             self._children.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder))
+
+    def _start(self, program: str, *arguments: str) -> None:
+        self.start(program, str(self.programs[program]), *arguments)
 
     def _start_etcd(self) -> None:
         url, peer = f"http://{HOST}:{self._etcd}", f"http://{HOST}:{self._peer}"
@@ -177,7 +182,7 @@ class ApiServer:
             f"--service-account-issuer=https://{HOST}",
             f"--cert-dir={self.folder / 'certificates'}",
             f"--secure-port={self.port}",
-            f"--bind-address={HOST}",
+            f"--bind-address={self.address}",
             "--authorization-mode=RBAC",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--service-cluster-ip-range=10.96.0.0/16",
@@ -185,7 +190,7 @@ class ApiServer:
         )
 
     def _write_config(self) -> None:
-        cluster = {"server": f"https://{HOST}:{self.port}", "insecure-skip-tls-verify": True}
+        cluster = {"server": f"https://{self.address}:{self.port}", "insecure-skip-tls-verify": True}
         config = {
             "apiVersion": "v1",
             "kind": "Config",

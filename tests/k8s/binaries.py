@@ -18,9 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-KUBERNETES, ETCD = "1.34.1", "3.6.5"
+KUBERNETES, ETCD, COREDNS = "1.34.1", "3.6.5", "1.13.1"
 SERVER, CONTROLLERS, SCHEDULER = "kube-apiserver", "kube-controller-manager", "kube-scheduler"
 PROGRAMS = (SERVER, "etcd", CONTROLLERS, SCHEDULER)
+PROGRAMS_OF_A_NODE = ("kubelet", "kube-proxy", "coredns")
 _GO = "/usr/local/go/bin/go"
 _STAGED = f"v0.{KUBERNETES.partition('.')[2]}"
 """The version of the modules that Kubernetes' own go.mod refers to by folder."""
@@ -43,7 +44,8 @@ def find(program: str) -> Path | None:
 
 
 def _path(program: str) -> Path:
-    return cache() / (f"etcd-{ETCD}" if program == "etcd" else f"kubernetes-{KUBERNETES}") / program
+    versions = {"etcd": f"etcd-{ETCD}", "coredns": f"coredns-{COREDNS}"}
+    return cache() / versions.get(program, f"kubernetes-{KUBERNETES}") / program
 
 
 def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
@@ -54,7 +56,9 @@ def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
     missing = [p for p in programs if find(p) is None]
     if "etcd" in missing:
         _build("go.etcd.io/etcd/server/v3", f"v{ETCD}", {".": "etcd"})
-    kubernetes_packages = {f"./cmd/{p}": p for p in missing if p != "etcd"}
+    if "coredns" in missing:
+        _build("github.com/coredns/coredns", f"v{COREDNS}", {".": "coredns"})
+    kubernetes_packages = {f"./cmd/{p}": p for p in missing if p not in ("etcd", "coredns")}
     if kubernetes_packages:
         _build("k8s.io/kubernetes", f"v{KUBERNETES}", kubernetes_packages)
     return {p: _path(p) for p in programs}
