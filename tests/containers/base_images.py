@@ -1,11 +1,11 @@
-"""Stand-ins for the images on which ours and infra/compose.yaml are based, built from packages of Debian and
-Maven and from uv's wheel, with the same names, for machines that reach no registry of images.
+"""Stand-ins for the images on which ours and infra/compose.yaml are based, with the same names, for machines
+that reach no registry of images. They are built from packages of Debian and Maven, and from uv's wheel.
 
-    python -m tests.containers.base_images        (as root; needs docker, debootstrap and `make setup-dev`)
+    python -m tests.containers.base_images    # as root; needs Docker, debootstrap and `make setup-dev`
 
-They differ from the originals: the CPython that runs this program, Debian's Redis, and Kafka without its shell
-scripts. Kafka's own class `KafkaDockerWrapper` reads the environment, as in the original. An image that exists is
-kept.
+They differ from the originals: the CPython that runs this program, Debian's Redis, and Kafka without its
+shell scripts. Kafka's own class `KafkaDockerWrapper` reads the environment, as in the original. An image that
+exists is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt REQUESTS_CA_BUNDLE=/etc/ssl
 _REDIS = f"""
 FROM {SLIM}
 {_INSTALL} redis-server && install -d -o redis -g redis /data
-RUN printf '#!/bin/sh\\nexec "$@" --protected-mode no\\n' > /usr/local/bin/start && chmod +x /usr/local/bin/start
+RUN printf '#!/bin/sh\\nexec "$@" --protected-mode no\\n' > /usr/local/bin/start \\
+ && chmod +x /usr/local/bin/start
 VOLUME /data
 WORKDIR /data
 USER redis
@@ -49,12 +50,13 @@ _KAFKA = f"""
 FROM {SLIM}
 RUN mkdir -p /usr/share/man/man1
 {_INSTALL} openjdk-17-jre-headless libyaml-snake-java
-RUN useradd --uid 1000 appuser && install -d -o appuser /var/lib/kafka/data /mnt/shared/config /opt/kafka/config
+RUN useradd --uid 1000 appuser \\
+ && install -d -o appuser /var/lib/kafka/data /mnt/shared/config /opt/kafka/config
 COPY kafka /opt/kafka/libs
 COPY --chmod=755 run /etc/kafka/docker/run
 COPY --chmod=755 kafka-broker-api-versions.sh /opt/kafka/bin/
-RUN touch /etc/kafka/docker/server.properties && echo 'Configuration: {{Loggers: {{Root: {{level: WARN}}}}}}' \\
-      > /etc/kafka/docker/log4j2.yaml
+RUN touch /etc/kafka/docker/server.properties \\
+ && echo 'Configuration: {{Loggers: {{Root: {{level: WARN}}}}}}' > /etc/kafka/docker/log4j2.yaml
 USER appuser
 VOLUME ["/var/lib/kafka/data", "/mnt/shared/config"]
 CMD ["/etc/kafka/docker/run"]

@@ -1,5 +1,5 @@
-"""Docker builds the images and starts infra/compose.yaml: requests are ranked and trained, killed programs come
-back, and a second start continues from the last commit."""
+"""Docker builds the images and starts infra/compose.yaml: requests are ranked and trained, killed programs
+come back, and a second start continues from the last commit."""
 
 from __future__ import annotations
 

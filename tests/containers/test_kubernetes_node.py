@@ -1,8 +1,8 @@
 """The dev overlay on a node whose pods really run: all pods get ready, requests are ranked and trained, and
 pods are deleted one after the other.
 
-Two things differ from a cluster: Kafka is no pod, and Flink's own client, not its operator, creates the joiner's
-cluster from the pod template and configuration of the FlinkDeployment.
+Two things differ from a cluster: Kafka is no pod, and Flink's own client, not its operator, creates the
+joiner's cluster from the pod template and configuration of the FlinkDeployment.
 """
 
 from __future__ import annotations
