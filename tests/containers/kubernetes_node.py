@@ -144,8 +144,9 @@ class KubernetesNode(ApiServer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(AssertionError):  # the kubelet ends the pods
-            self.kubectl("delete", "pods", "--all", "--all-namespaces", "--grace-period=5", check=False)
+        delete = ("delete", "--all", "--all-namespaces")
+        self.kubectl(*delete, "deployments,statefulsets", check=False)
+        self.kubectl(*delete, "pods", "--grace-period=5", check=False)  # the kubelet ends them
         super().__exit__(kind, error, trace)
         for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()[::-1]:
             if (mount := line.split()[1]).startswith((f"{self.folder}/", "/run/roostream-node/")):

@@ -183,6 +183,7 @@ class ApiServer:
             f"--cert-dir={self.folder / 'certificates'}",
             f"--secure-port={self.port}",
             f"--bind-address={self.address}",
+            "--kubelet-preferred-address-types=InternalIP",
             "--authorization-mode=RBAC",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--service-cluster-ip-range=10.96.0.0/16",

@@ -47,7 +47,8 @@ for line in sys.stdin:
 
 
 class Hosts:
-    """A network bridge with one namespace per host. `closing` removes all of it."""
+    """One namespace per host, and one with the network bridge between them, so that this machine's firewall
+    sees none of it. `closing` removes all of it."""
 
     def __init__(self) -> None:
         self.bridge = f"r{os.getpid() % 100_000}"
@@ -55,9 +56,10 @@ class Hosts:
         self.closing = contextlib.ExitStack()
 
     def open(self) -> Hosts:
-        self._ip("link", "add", self.bridge, "type", "bridge")
-        self.closing.callback(self._ip, "link", "del", self.bridge)
-        self._ip("link", "set", self.bridge, "up")
+        self._ip("netns", "add", self.bridge)
+        self.closing.callback(self._ip, "netns", "del", self.bridge)
+        self._ip("-n", self.bridge, "link", "add", self.bridge, "type", "bridge")
+        self._ip("-n", self.bridge, "link", "set", self.bridge, "up")
         return self
 
     def add(self, number: int) -> str:
@@ -65,8 +67,9 @@ class Hosts:
         name, outer, inner = f"{self.bridge}-{number}", f"{self.bridge}o{number}", f"{self.bridge}i{number}"
         self._ip("netns", "add", name)
         self.closing.callback(self._ip, "netns", "del", name)
-        self._ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
-        self._ip("link", "set", outer, "master", self.bridge, "up")
+        ends = ("netns", self.bridge, "type", "veth", "peer", "name", inner, "netns", name)
+        self._ip("link", "add", "name", outer, *ends)
+        self._ip("-n", self.bridge, "link", "set", outer, "master", self.bridge, "up")
         self._ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", inner)
         self._ip("-n", name, "link", "set", inner, "up")
         self._ip("-n", name, "link", "set", "lo", "up")
