@@ -238,9 +238,9 @@ def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threadi
     offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
     if any(offset.next >= 0 for offset in offsets.values()):
         raise UnavailableError(
-            f"expected a savepoint or checkpoint in {config.restore}, because a job has committed its offsets "
-            "to Kafka, got none: make the folder's files available again, or delete the consumer group "
-            f"{config.prefix}{JOB_NAME} in Kafka to join all events again"
+            f"expected a savepoint or checkpoint in {config.restore}, because a job has committed its "
+            "offsets to Kafka, got none: make the folder's files available again, or delete the consumer "
+            f"group {config.prefix}{JOB_NAME} in Kafka to join all events again"
         )
 
 

@@ -254,11 +254,11 @@ class Segments:
             self.parts.delete([name for name in self.parts.names() if name not in kept])
 
     def note_restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
-        """Tell that the shard was restored to `commit`. Later commits are forgotten only with the next one.
+        """Note that the shard was restored to `commit`. The next commit removes the later ones.
 
-        Records `commit` if this shard was never told that it succeeded, and deletes segments that belong to
-        no commit: those whose number is not in `linked`, the numbers of all manifests. None: the manifests
-        are not known, so nothing is deleted. Both are tried only; a full disk does not prevent a restore.
+        Records `commit` if this shard was never told that it succeeded, and deletes the segments that belong
+        to no commit: those whose number is not in `linked`, the numbers of all manifests. None: the manifests
+        are unknown, so nothing is deleted. Neither step can fail a restore, for example on a full disk.
         """
         self._restored = commit
         self._sent.clear()

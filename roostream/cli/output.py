@@ -68,9 +68,7 @@ def render_rows(lines: Iterable[Row], title: str, footer: Sequence[str] = ()) ->
         caption=Text("\n".join(map(printable, footer))) if footer else None,
         caption_justify="left",
     )
-    table.add_column(
-        style="bold", overflow="fold"
-    )  # wrapped only on a terminal that is narrower than two such columns
+    table.add_column(style="bold", overflow="fold")  # wrapped only on a very narrow terminal
     table.add_column(overflow="fold")  # a path in it ends with the line number that matters
     for name, text in lines:
         table.add_row(Text(printable(name)), Text(plain(text)))

@@ -698,9 +698,8 @@ class _RowLines:
     def __init__(self, path: str, delimiter: str, refuse: Refuse) -> None:
         self._path, self._delimiter, self._refuse = path, delimiter, refuse
         self._row = self._line = 2  # of the next row; 1 has the names
-        self._bad: deque[tuple[int, int, str]] = (
-            deque()
-        )  # row, its line breaks, what is wrong; "" = open quotes
+        # A row, its line breaks, and what is wrong; "" = its quotes are open.
+        self._bad = deque[tuple[int, int, str]]()
 
     def on_bad(self, row: pyarrow.csv.InvalidRow) -> str:
         text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"

@@ -622,8 +622,7 @@ class Compactor:
 
 
 def folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:
-    """Offset below which the sealed files contain the corrections of a source, for all sources of these
-    files."""
+    """For each source of these files: the offset below which the sealed files contain its corrections."""
     sources = {(file.day, file.partition, file.topic) for file in corrections}
     return {source: samples.progress(folded_name(*source)) or 0 for source in sources}
 

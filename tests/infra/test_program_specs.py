@@ -259,6 +259,4 @@ def test_a_stack_that_lost_its_checkpoints_leaves_the_check_to_the_joiner(
     home = Home(tmp_path)
     home.make()
     program("joiner", tmp_path, endpoints).prepare()
-    assert tomllib.loads((home.conf / "joiner.toml").read_text())["restore"] == str(
-        home.root / "flink"
-    )
+    assert tomllib.loads((home.conf / "joiner.toml").read_text())["restore"] == str(home.root / "flink")

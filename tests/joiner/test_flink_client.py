@@ -116,7 +116,9 @@ def test_a_folder_that_lost_its_checkpoints_is_not_a_reason_to_join_everything_a
 
     stop = threading.Event()
     config = JoinerConfig(restore=str(tmp_path))
-    check_restore_point(JoinerConfig(), committed(7), stop)  # without the setting, all events are joined again
+    check_restore_point(
+        JoinerConfig(), committed(7), stop
+    )  # without the setting, all events are joined again
     check_restore_point(config, committed(-1), stop)
     with pytest.raises(UnavailableError, match="consumer group"):
         check_restore_point(config, committed(7), stop)

@@ -167,8 +167,8 @@ class Controller:
     def run(
         self, stop: threading.Event, on_turn: Callable[[], None] = lambda: None, closing_s: float = 0.0
     ) -> None:
-        """Run until `stop` is set or the controller is preempted, then until what is trained is committed:
-        after `stop` for at most `closing_s`. `on_turn` is called in every iteration, and within a long one.
+        """Run until `stop` is set or the controller is preempted, then commit what is trained; after `stop`,
+        for at most `closing_s` seconds. `on_turn` is called in every iteration, and within a long one.
 
         Raises:
             FencedError: a newer controller exists.

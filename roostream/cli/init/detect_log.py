@@ -315,7 +315,7 @@ class _ItemLists(NamedTuple):
 
 
 def _item_lists(path: str, rows: Sequence[dict[str, Any]], choices: Choices) -> _ItemLists:
-    """Raises ConfigError: several columns may be the lists of shown items."""
+    """Find the columns that are lists. Raises ConfigError: several may be the lists of shown items."""
     cells: dict[str, list[Any]] = {}
     for row in rows:
         for name, cell in row.items():
