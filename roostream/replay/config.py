@@ -18,6 +18,7 @@ class SimulateConfig(ProgramSettings):
     """Settings of `roostream simulate`, which sends requests of simulated users to serving."""
 
     serving: str = setting("http://127.0.0.1:8080", "URL of serving")
+    key_file: str = setting("", "file with the API key that serving requires; '' = none")
     rate: float = setting(25.0, "requests per second", ge=0.01, le=10_000)
     users: int = setting(500, "simulated users", ge=1, le=10_000_000)
     items: int = setting(300, "items alive at a time", ge=2, le=1_000_000)

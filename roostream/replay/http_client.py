@@ -24,13 +24,20 @@ class HttpClient:
     and event id."""
 
     def __init__(
-        self, base_url: str, *, max_in_flight: int = 64, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        base_url: str,
+        *,
+        key: str = "",
+        max_in_flight: int = 64,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Raises ConfigError: `base_url` is no URL."""
+        """`key`: sent with every request, if serving requires one. Raises ConfigError: `base_url` is no
+        URL."""
         limits = httpx.Limits(max_connections=2 * max_in_flight, max_keepalive_connections=max_in_flight)
         try:
             self._http = httpx.AsyncClient(
                 base_url=base_url,
+                headers={"authorization": f"Bearer {key}"} if key else {},
                 timeout=5.0,
                 limits=limits,
                 transport=transport,

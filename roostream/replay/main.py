@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from roostream.errors import SetupError, UnavailableError
+from roostream.errors import SetupError, UnavailableError, reason_of
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
 from roostream.replay.report_files import check_report
@@ -18,6 +19,7 @@ from roostream.replay.simulation import Simulation
 from roostream.runtime import metrics_server, program
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
+from roostream.schema.settings import setting_error
 
 log = logging.getLogger("roostream.simulator")
 _ALIVE_INTERVAL_S = 1.0
@@ -39,10 +41,12 @@ async def simulate_users(config: SimulateConfig, health: Health, stop: program.S
     """Run the simulation with its metrics exported; closes its connections in any case.
 
     Raises:
+        ConfigError: `key_file` has no key.
         SetupError: serving refused every request.
         UnavailableError: serving answered no request.
     """
-    client = HttpClient(config.serving, max_in_flight=config.max_in_flight)
+    key = read_key(config.key_file) if config.key_file else ""
+    client = HttpClient(config.serving, key=key, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
     collector = SimulatorMetrics(simulation)
     REGISTRY.register(collector)
@@ -65,6 +69,17 @@ async def simulate_users(config: SimulateConfig, health: Health, stop: program.S
             f"serving at {config.serving} answered no request: {client.last_failure}; "
             "check that it runs, and its address"
         )
+
+
+def read_key(file: str) -> str:
+    """The API key in a file. Raises ConfigError, which does not repeat the content."""
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise setting_error("key_file", "a file with an API key", file, reason_of(error)) from None
+    if not key.isascii() or not key.isprintable() or not key or " " in key:
+        raise setting_error("key_file", "a file with one key, as `roostream keys new` prints it", file)
+    return key
 
 
 async def _report_alive(health: Health) -> None:

@@ -19,9 +19,13 @@ import tempfile
 from pathlib import Path
 
 KUBERNETES, ETCD, COREDNS = "1.34.1", "3.6.5", "1.13.1"
+CERT_MANAGER = "1.10.2"
+"""The programs of later versions are modules of their own, which have no versions."""
 SERVER, CONTROLLERS, SCHEDULER = "kube-apiserver", "kube-controller-manager", "kube-scheduler"
 PROGRAMS = (SERVER, "etcd", CONTROLLERS, SCHEDULER)
 PROGRAMS_OF_A_NODE = ("kubelet", "kube-proxy", "coredns")
+OPERATORS = ("cert-manager",)
+_CERT_MANAGER_MODULE = "github.com/cert-manager/cert-manager"
 _GO = "/usr/local/go/bin/go"
 _STAGED = f"v0.{KUBERNETES.partition('.')[2]}"
 """The version of the modules that Kubernetes' own go.mod refers to by folder."""
@@ -44,8 +48,9 @@ def find(program: str) -> Path | None:
 
 
 def _path(program: str) -> Path:
-    versions = {"etcd": f"etcd-{ETCD}", "coredns": f"coredns-{COREDNS}"}
-    return cache() / versions.get(program, f"kubernetes-{KUBERNETES}") / program
+    versions = {"etcd": ETCD, "coredns": COREDNS, "cert-manager": CERT_MANAGER}
+    folder = f"{program}-{versions[program]}" if program in versions else f"kubernetes-{KUBERNETES}"
+    return cache() / folder / program
 
 
 def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
@@ -58,27 +63,45 @@ def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
         _build("go.etcd.io/etcd/server/v3", f"v{ETCD}", {".": "etcd"})
     if "coredns" in missing:
         _build("github.com/coredns/coredns", f"v{COREDNS}", {".": "coredns"})
-    kubernetes_packages = {f"./cmd/{p}": p for p in missing if p not in ("etcd", "coredns")}
+    if "cert-manager" in missing:
+        _build(_CERT_MANAGER_MODULE, f"v{CERT_MANAGER}", {"./cmd/controller": "cert-manager"})
+    others = ("etcd", "coredns", *OPERATORS)
+    kubernetes_packages = {f"./cmd/{p}": p for p in missing if p not in others}
     if kubernetes_packages:
         _build("k8s.io/kubernetes", f"v{KUBERNETES}", kubernetes_packages)
     return {p: _path(p) for p in programs}
 
 
-def _build(module: str, version: str, packages: dict[str, str]) -> None:
+def definitions_of_cert_manager() -> list[Path]:
+    """The files of its custom resource definitions. Their labels are templates."""
+    folder = _download(_go(), _CERT_MANAGER_MODULE, f"v{CERT_MANAGER}")
+    return sorted((folder / "deploy" / "crds").glob("*.yaml"))
+
+
+def _go() -> str:
     command = go_command()
     if command is None:
         raise RuntimeError("Go is not installed")
+    return command
+
+
+def _download(command: str, module: str, version: str) -> Path:
+    """The folder of a module, which is read-only."""
     downloaded = subprocess.run(
         (command, "mod", "download", "-json", f"{module}@{version}"),
         capture_output=True,
         text=True,
         check=True,
     )
+    return Path(json.loads(downloaded.stdout)["Dir"])
+
+
+def _build(module: str, version: str, packages: dict[str, str]) -> None:
+    command = _go()
+    downloaded = _download(command, module, version)
     with tempfile.TemporaryDirectory(prefix="roostream-go-") as folder:
         source = Path(folder) / "source"
-        shutil.copytree(
-            json.loads(downloaded.stdout)["Dir"], source, ignore=shutil.ignore_patterns("vendor", "go.work*")
-        )
+        shutil.copytree(downloaded, source, ignore=shutil.ignore_patterns("vendor", "go.work*"))
         for path in (source, *source.rglob("*")):
             path.chmod(path.stat().st_mode | 0o200)
         file = source / "go.mod"
@@ -98,8 +121,8 @@ def _build(module: str, version: str, packages: dict[str, str]) -> None:
 
 
 def standalone(go_mod: str) -> str:
-    """Replace a `go.mod`'s replacements with requirements by version."""
-    kept = re.sub(r"^replace \((?:\n.*?)*?\n\)|^replace .*$", "", go_mod, flags=re.MULTILINE)
+    """Replace a `go.mod`'s references to folders with requirements by version."""
+    kept = re.sub(r"^(replace )?.* => \.\.?/.*\n", "", go_mod, flags=re.MULTILINE)
     return re.sub(r"^(\s+k8s\.io/[\w-]+) v0\.0\.0$", rf"\1 {_STAGED}", kept, flags=re.MULTILINE)
 
 

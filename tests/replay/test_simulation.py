@@ -151,6 +151,27 @@ def test_an_address_that_is_no_url_is_a_wrong_setting(url: str) -> None:
         asyncio.run(simulate_users(SimulateConfig(serving=url), Health(60), Stop()))
 
 
+def test_requests_carry_the_key_of_the_key_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    serving, seen = FakeServing(), set[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.add(request.headers.get("authorization", ""))
+        return serving(request)
+
+    monkeypatch.setattr(
+        "roostream.replay.main.HttpClient", partial(HttpClient, transport=httpx.MockTransport(answer))
+    )
+    config = SimulateConfig(rate=200.0, seconds=0.2, users=50, items=60, key_file=str(tmp_path / "key"))
+    for content, expected in ((None, "No such file"), ("", "one key"), ("one two", "one key")):
+        if content is not None:
+            (tmp_path / "key").write_text(content)
+        with pytest.raises(ConfigError, match=f"key 'key_file'.*{expected}"):
+            asyncio.run(simulate_users(config, Health(60), Stop()))
+    (tmp_path / "key").write_text("roo_1_2\n")
+    asyncio.run(simulate_users(config, Health(60), Stop()))
+    assert seen == {"Bearer roo_1_2"}
+
+
 def test_an_answer_that_is_not_a_permutation_shows_no_items() -> None:
     simulation, _ = simulate(FakeServing(order=[0, 0]))
     assert simulation.num_requests == 0 == simulation.click_rates.total.shown
