@@ -213,8 +213,29 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
+class _Answer:
+    """The stream of an answer. wsgiref says nothing of a client that has left if that is a BrokenPipeError;
+    of any other error, such as those of TLS, it prints the traceback."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, data: bytes) -> int:
+        try:
+            return int(self._stream.write(data))
+        except OSError as error:
+            raise BrokenPipeError("the client has left") from error
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _IDLE_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = _Answer(self.wfile)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: one line a probe would be most of the log."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,22 @@ from tests.k8s.simulated_nodes import is_ready
 
 NAMESPACE = "roostream"
 Objects = tuple[dict[str, Any], ...]
-_NO_CPU = "0.1"
 
 
 def fit(objects: Objects) -> None:
-    """Change the objects for a machine of any number of cores: pods request no CPU."""
+    """Change the objects for a machine of two cores: pods request a tenth of their CPU time, which is still
+    what they get in proportion to each other. Flink's pods keep their limits."""
     for workload in workloads(objects):
         for container in workload.containers:
-            container.get("resources", {}).get("requests", {}).pop("cpu", None)
+            requests = container.get("resources", {}).get("requests", {})
+            if cpu := str(requests.get("cpu", "")):
+                millis = float(cpu[:-1]) if cpu.endswith("m") else 1000 * float(cpu)
+                requests["cpu"] = f"{millis / 10:.0f}m"
+    spec = joiner_of(objects)
+    for side in ("jobManager", "taskManager"):
+        factor = f"kubernetes.{side.lower()}.cpu.limit-factor"
+        spec[side]["resource"]["cpu"] /= 10
+        spec["flinkConfiguration"][factor] = str(10 * float(spec["flinkConfiguration"][factor]))
 
 
 def joiner_of(objects: Objects) -> dict[str, Any]:
@@ -45,6 +56,15 @@ def set_variable(objects: Objects, component: str, name: str, value: str) -> Non
             w.pod["containers"][0] for w in workloads(objects) if w.name == f"roostream-{component}"
         )
     container.setdefault("env", []).append({"name": name, "value": value})
+
+
+def read_metrics(host: str) -> str:
+    """The metrics of a program; "" = it does not answer now."""
+    try:
+        with urllib.request.urlopen(f"http://{host}:9090/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+    except (OSError, http.client.HTTPException):
+        return ""
 
 
 class Deployment:
@@ -131,8 +151,6 @@ class Deployment:
             "kubernetes.namespace": NAMESPACE,
             "kubernetes.container.image.ref": spec["image"],
             "kubernetes.service-account": spec["serviceAccount"],
-            "kubernetes.jobmanager.cpu.amount": _NO_CPU,
-            "kubernetes.taskmanager.cpu.amount": _NO_CPU,
             "parallelism.default": str(spec["job"]["parallelism"]),
         }
         for side in ("jobManager", "taskManager"):
@@ -141,6 +159,7 @@ class Deployment:
             file.write_text(yaml.safe_dump(pod), encoding="utf-8")
             settings[f"kubernetes.pod-template-file.{side.lower()}"] = str(file)
             settings[f"{side.lower()}.memory.process.size"] = spec[side]["resource"]["memory"]
+            settings[f"kubernetes.{side.lower()}.cpu.amount"] = str(spec[side]["resource"]["cpu"])
         home, job = pyflink_home(), spec["job"]
         options = [f"-D{key}={value}" for key, value in settings.items()]
         command = ("bash", str(home / "bin" / "flink"), "run", "-t", "kubernetes-application", *options)
@@ -179,15 +198,13 @@ class Deployment:
         return {name: count for name, count in counts.items() if count}
 
     def commits(self) -> int:
-        """The newest commit's number in the store; 0 = none."""
-        command = 'roostream checkpoint list --store "$ROOSTREAM_SHARD_STORE" --json'
-        listed = self.run_in("roostream-shard-1", command)
-        return max((one["seq"] for one in json.loads(listed or "[]")), default=0)
-
-    def run_in(self, pod: str, command: str) -> str:
-        """What a shell command prints in a pod; nothing if it fails."""
-        exec_ = ("exec", "-n", NAMESPACE, pod, "--", "sh", "-c", command)
-        return self.node.kubectl(*exec_, check=False).stdout
+        """The number of the newest commit; 0 = none, or the controller does not answer now."""
+        pods = self.node.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=controller")
+        for pod in pods:
+            text = read_metrics(str(pod["status"].get("podIP", "")))
+            for number in re.findall(r"^roostream_controller_seq (\S+)", text, re.MULTILINE):
+                return int(float(number))
+        return 0
 
     def address(self, service: str) -> str:
         """The IP address of a service."""

@@ -110,6 +110,8 @@ log.dirs={folder}/kafka
 class KubernetesNode(ApiServer):
     """A context manager; `folder` needs a file system on which containerd can use overlays."""
 
+    poll_s = 2.0  # each look starts kubectl, beside the pods
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, ADDRESS)
         self.authority = Authority(folder, "authority")

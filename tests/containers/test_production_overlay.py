@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import copy
+import datetime
+import json
 import re
 import secrets
 import ssl
@@ -21,12 +23,21 @@ from typing import Any
 import pytest
 import yaml
 
-from serving.client.client import ServingClient, ServingError
-from tests.containers.deployment import NAMESPACE, Deployment, Objects, fit, joiner_of, set_variable
-from tests.containers.kubernetes_node import ADDRESS, KubernetesNode
+from serving.client.client import ServingClient
+from serving.client.retry import ServingError
+from tests.containers.deployment import (
+    NAMESPACE,
+    Deployment,
+    Objects,
+    fit,
+    joiner_of,
+    read_metrics,
+    set_variable,
+)
+from tests.containers.kubernetes_node import ADDRESS, LOCAL_KAFKA_PORT, KubernetesNode
 from tests.k8s.binaries import build as build_programs
 from tests.k8s.binaries import definitions_of_cert_manager
-from tests.k8s.manifests import build, copy_prod, workloads
+from tests.k8s.manifests import build, copy_prod
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(7200)]
 STORE_PORT, REDIS_PORT, PARTITIONS, TASK_MANAGERS = 9000, 6380, 4, 2
@@ -41,6 +52,7 @@ VALUES = {
     "STORE_PORT": str(STORE_PORT),
     "REDIS": f"rediss://redis:{REDIS_PORT}/0",
     "REDIS_PORT": str(REDIS_PORT),
+    "REDIS_CA": "/etc/roostream/redis-ca/ca.crt",
 }
 STORE_OF_OURS = f"""
   - name: roostream-objects
@@ -93,6 +105,9 @@ END
 """
 
 
+_END = "\n-----END"
+
+
 class Production(Deployment):
     def __init__(self, node: KubernetesNode, folder: Path) -> None:
         super().__init__(node, folder)
@@ -107,24 +122,12 @@ class Production(Deployment):
             file.write(STORE_OF_OURS.lstrip("\n"))
 
     def objects(self) -> Objects:
-        """The overlay as it is now; requests close after 20 s, and Redis has an authority of its own."""
+        """The overlay as it is now, with requests that close after 20 s."""
         objects = copy.deepcopy(build(self.overlay))
         fit(objects)
         set_variable(objects, "joiner", "ROOSTREAM_JOINER_WINDOW", "20s")
         set_variable(objects, "serving", "ROOSTREAM_SERVING_JOIN_WINDOW", "20s")
-        for component, program in (("serving", "SERVING"), ("features", "FEATURES")):
-            set_variable(
-                objects, component, f"ROOSTREAM_{program}_REDIS_CA", "/etc/roostream/redis-ca/ca.crt"
-            )
-            self._mount(objects, component, "redis-ca", "redis-tls")
         return objects
-
-    @staticmethod
-    def _mount(objects: Objects, component: str, name: str, secret: str) -> None:
-        (pod,) = (w.pod for w in workloads(objects) if w.name == f"roostream-{component}")
-        pod["volumes"].append({"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}})
-        mounts = pod["containers"][0]["volumeMounts"]
-        mounts.append({"name": name, "mountPath": f"/etc/roostream/{name}", "readOnly": True})
 
     def apply(self, objects: Objects) -> None:
         applied = self.node.apply(objects)
@@ -166,7 +169,8 @@ class Production(Deployment):
 
     def start_redis(self) -> None:
         certificate, key = map(Path, self.node.authority.issue("redis", "redis"))
-        self.make_secret("redis-tls", tls__crt=certificate, tls__key=key, ca__crt=self.node.authority.pem)
+        self.make_secret("redis-tls", tls__crt=certificate, tls__key=key)
+        self.make_secret("roostream-redis-ca", ca__crt=self.node.authority.pem)
         container = {
             "name": "redis",
             "image": "docker.io/library/redis:7.2.5",
@@ -174,22 +178,8 @@ class Production(Deployment):
             "readinessProbe": {"tcpSocket": {"port": REDIS_PORT}, "periodSeconds": 2},
             "volumeMounts": [{"name": "tls", "mountPath": "/etc/redis"}],
         }
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "redis", "namespace": NAMESPACE, "labels": {"app": "redis"}},
-            "spec": {
-                "containers": [container],
-                "volumes": [{"name": "tls", "secret": {"secretName": "redis-tls"}}],
-            },
-        }
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "redis", "namespace": NAMESPACE},
-            "spec": {"selector": {"app": "redis"}, "ports": [{"port": REDIS_PORT}]},
-        }
-        self.apply((pod, service))
+        volumes = [{"name": "tls", "secret": {"secretName": "redis-tls", "defaultMode": 0o440}}]
+        self._start_pod("redis", container, volumes, REDIS_PORT)
 
     def make_secrets(self) -> None:
         """The secrets of docs/operations/deploy.md."""
@@ -234,25 +224,39 @@ class Production(Deployment):
             },
             {"name": "web", "secret": {"secretName": "web"}},
         ]
-        labels = {"app": "users", "roostream.dev/client": "true"}
+        self._start_pod("users", container, volumes, 9090)
+
+    def _start_pod(self, name: str, container: dict[str, Any], volumes: Any, port: int) -> None:
+        """A pod as the namespace's Pod Security requires it, and its Service."""
+        container["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        security = {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        labels = {"app": name, "roostream.dev/client": "true"}
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": "users", "namespace": NAMESPACE, "labels": labels},
-            "spec": {"containers": [container], "volumes": volumes},
+            "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
+            "spec": {"securityContext": security, "containers": [container], "volumes": volumes},
         }
         service = {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": {"name": "users", "namespace": NAMESPACE},
-            "spec": {"selector": {"app": "users"}, "ports": [{"port": 9090}]},
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "spec": {"selector": {"app": name}, "ports": [{"port": port}]},
         }
         self.apply((pod, service))
 
     def outcomes(self) -> dict[str, float]:
         """The calls of the simulated users, by outcome."""
-        with urllib.request.urlopen(f"http://{self.address('users')}:9090/metrics", timeout=30) as answer:
-            text = answer.read().decode()
+        text = read_metrics(self.address("users"))
         found = re.findall(r'^roostream_simulator_http_total\{outcome="(\w+)"\} (\S+)', text, re.MULTILINE)
         return {outcome: float(count) for outcome, count in found}
 
@@ -262,8 +266,42 @@ class Production(Deployment):
         context.check_hostname = False
         return context
 
+    def goes_on(self, after: str) -> None:
+        """Check that all pods get ready, that training commits, and that no request failed."""
+        self.node.until(
+            lambda: self.not_ready(TASK_MANAGERS) == [], f"all pods are ready after {after}", 1500
+        )
+        before = self.commits()
+        self.node.until(lambda: self.commits() > before + 1, f"training commits after {after}")
+        outcomes = self.outcomes()
+        assert outcomes["ok"] and not outcomes.get("refused") and not outcomes.get("gave_up"), (
+            after,
+            outcomes,
+        )
+
     def certificate_of(self, secret: str) -> str:
-        return self._secret(secret, "tls.crt").strip()
+        """The first certificate of a Secret; "" = there is none."""
+        return self._secret(secret, "tls.crt").partition(_END)[0]
+
+    def renew(self, certificate: str) -> None:
+        """Have cert-manager issue a certificate again, as `cmctl renew` does."""
+        condition = {
+            "type": "Issuing",
+            "status": "True",
+            "reason": "ManuallyTriggered",
+            "message": "renewed by hand",
+            "lastTransitionTime": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+        }
+        patch = json.dumps({"status": {"conditions": [condition]}})
+        name = ("certificate", certificate, "-n", NAMESPACE)
+        self.node.kubectl("patch", *name, "--subresource=status", "--type=merge", "-p", patch)
+
+    def shown_by(self, host: str, port: int) -> str:
+        """The certificate that a server shows; "" = it shows none now."""
+        try:
+            return ssl.get_server_certificate((host, port), timeout=10).partition(_END)[0]
+        except OSError:
+            return ""
 
     def _secret(self, name: str, key: str) -> str:
         path = "jsonpath={.data." + key.replace(".", "\\.") + "}"
@@ -291,4 +329,77 @@ def test_the_prod_overlay_trains_and_serves_on_a_node(node: KubernetesNode, tmp_
     url = f"https://{production.address('roostream-serving')}:8080"
     with ServingClient(url, tls=production.tls()) as client, pytest.raises(ServingError, match="401"):
         client.rank({"user_id": 1, "candidates": [{"item_id": 1}]})
+
+    _renew_certificates(production)
+    _lose_a_job_manager(production)
+    _lose_a_volume(production)
     assert not production.restarts()
+    _add_a_feature(production)
+    assert not production.restarts()
+
+    node.kubectl("delete", "pod", "-n", NAMESPACE, "users")
+    node.until(_is_accounted, "every event is accounted for", 300)
+
+
+def _is_accounted() -> bool:
+    kafka = ("--kafka", f"127.0.0.1:{LOCAL_KAFKA_PORT}", "--partitions", str(PARTITIONS), "--window", "20s")
+    command = (sys.executable, "-m", "roostream.cli.main", "audit", *kafka)
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _renew_certificates(production: Production) -> None:
+    """Programs use the new ones without a restart."""
+    (shard,) = (
+        p
+        for p in production.node.get("pods", "-n", NAMESPACE)
+        if p["metadata"]["name"] == "roostream-shard-0"
+    )
+    servers = {
+        "roostream-serving-tls": (production.address("roostream-serving"), 8080),
+        "roostream-link-shard": (shard["status"]["podIP"], 7000),
+    }
+    before = {secret: production.certificate_of(secret) for secret in servers}
+    for secret, server in servers.items():
+        assert production.shown_by(*server) == before[secret]
+    for certificate in (
+        "serving",
+        *(f"link-{name}" for name in ("shard", "controller", "worker", "serving", "reader")),
+    ):
+        production.renew(f"roostream-{certificate}")
+    for secret, server in servers.items():
+        production.node.until(lambda s=secret: production.certificate_of(s) != before[s], f"{secret} is new")
+        production.node.until(
+            lambda s=secret, server=server: production.shown_by(*server) == production.certificate_of(s),
+            f"a server of {secret} shows the new one",
+        )
+    production.goes_on("the renewal of certificates")
+
+
+def _lose_a_job_manager(production: Production) -> None:
+    component = ("-l", "app.kubernetes.io/component=joiner,component=jobmanager")
+    production.node.kubectl("delete", "pod", "-n", NAMESPACE, *component, "--grace-period=0", "--force")
+    production.goes_on("the loss of a job manager")
+
+
+def _lose_a_volume(production: Production) -> None:
+    """The shard reads its rows from the object store."""
+    claim = ("persistentvolumeclaim", "home-roostream-shard-2", "-n", NAMESPACE)
+    production.node.kubectl("delete", *claim, "--wait=false")
+    production.node.kubectl(
+        "delete", "pod", "-n", NAMESPACE, "roostream-shard-2", "--grace-period=0", "--force"
+    )
+    production.goes_on("the loss of a shard's volume")
+
+
+def _add_a_feature(production: Production) -> None:
+    """Flink's client continues from the newest checkpoint, as its operator does after a change."""
+    with (production.overlay / "schema.toml").open("a", encoding="utf-8") as file:
+        file.write(ANOTHER_FEATURE)
+    objects = production.objects()
+    production.apply(objects)
+    production.node.kubectl("delete", "deployment", "-n", NAMESPACE, "roostream-joiner")
+    production.deploy_flink(joiner_of(objects))
+    for kind, name in (("statefulset", "shard"), ("statefulset", "worker"), ("deployment", "serving")):
+        status = ("rollout", "status", "-n", NAMESPACE, f"{kind}/roostream-{name}", "--timeout=900s")
+        production.node.kubectl(*status)
+    production.goes_on("the roll-out of a schema")

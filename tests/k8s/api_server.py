@@ -43,6 +43,9 @@ _UNVERIFIED.check_hostname, _UNVERIFIED.verify_mode = False, ssl.CERT_NONE
 class ApiServer:
     """A context manager; `kubectl` talks to the server."""
 
+    poll_s = 0.2
+    """How often `until` looks."""
+
     def __init__(self, folder: Path, address: str = HOST) -> None:
         self.folder, self.address, self._children = folder, address, list[subprocess.Popen[bytes]]()
         self._ports = Ports()
@@ -137,7 +140,7 @@ class ApiServer:
             if time.monotonic() > end_s:
                 log_ends = {p.name: p.read_text(errors="replace")[-800:] for p in self.folder.glob("*.log")}
                 raise AssertionError(f"expected that {description}, got {log_ends}")
-            time.sleep(0.2)
+            time.sleep(self.poll_s)
 
     def start(self, name: str, *command: str) -> None:
         """Start a program that ends with the server. Its output is NAME.log in the folder."""

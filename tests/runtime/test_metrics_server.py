@@ -103,6 +103,32 @@ def test_the_metrics_port_uses_tls_and_reloads_certificates(health: Health, tmp_
     assert get_over_tls(ports[1], new) == 200
 
 
+def test_a_client_that_leaves_before_its_answer_prints_no_traceback(
+    health: Health, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    certificate, key = authority.issue("program")
+    config = ProgramSettings(tls_certificate=certificate, tls_key=key)
+    asked, left = threading.Event(), threading.Event()
+
+    def page() -> metrics_server.PageResponse:
+        asked.set()
+        assert left.wait(30)
+        return metrics_server.PageResponse("text/plain", bytes(8 << 20))
+
+    port = metrics_server.serve(config, health, pages={"/slow": page})
+    raw = socket.create_connection(("127.0.0.1", port), timeout=30)
+    with client_context(authority).wrap_socket(raw, server_hostname="127.0.0.1") as connection:
+        connection.sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+        assert asked.wait(30)
+    left.set()
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(30)
+    assert get_over_tls(port, authority) == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_missing_client_certificate_is_refused_if_required(health: Health, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("program")

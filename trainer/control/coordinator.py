@@ -65,6 +65,7 @@ from trainer.control.types import (
 log = logging.getLogger("roostream.controller")
 
 _PROGRESS_S = 10.0  # a member whose last progress is older may hang
+_MAX_RETRY_S = 15.0  # between a refused RESTORE and the next one
 _SETTLED_S = 1.0  # after this much training, every worker's beats have reported whether there is new data
 
 
@@ -225,6 +226,7 @@ class Coordinator:
         self._aborts_in_a_row = self._late_restores = 0
         self._num_aborted = 0  # since the last commit, for whatever reason
         self._refused_restore = ""  # why this incarnation ends once no shard makes progress with its RESTORE
+        self._num_refused = 0  # restores in a row
         self._next_seq = 1
         self._due_s = self._closing_s = self._not_before_s = self._running_s = now_s
         self._wanted = False
@@ -261,6 +263,8 @@ class Coordinator:
             self.members[key] = member = MemberState(
                 session=session, seen_s=now_s, since_s=now_s, process=process
             )
+            if is_active:
+                self._num_refused, self._not_before_s = 0, min(self._not_before_s, now_s)
             if is_active and before:
                 self._died(key, before, f"{key} restarted", now_s)
             elif is_active:
@@ -295,7 +299,7 @@ class Coordinator:
             ):
                 self._restore(now_s)
             case State.RESTORING if self._refused_restore and not self._pending.progresses("shard", now_s):
-                self._not_before_s = now_s + self.config.retry_s
+                self._retry_later(now_s)
                 self._lost(self._refused_restore)
             case _ if late := self._pending.late(now_s, self._time_limit_s):
                 self._handle_timeout(late, now_s)
@@ -452,7 +456,7 @@ class Coordinator:
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.config.commit_interval_s, now_s
-        self._late_restores = 0
+        self._late_restores = self._num_refused = 0
         self._ask_workers("start", now_s, self.phases.epoch_fields)
 
     def _skip_manifest(self, key: Key, error: str) -> None:
@@ -614,8 +618,14 @@ class Coordinator:
             # A large shard would begin again in the next incarnation, and never finish.
             self._refused_restore = self._refused_restore or f"{key} refused {kind}: {error}"
         else:  # restore, start, commit, abort: the member's state is unknown
-            self._not_before_s = now_s + self.config.retry_s
+            self._retry_later(now_s)
             self._lost(f"{key} refused {kind}: {error}")
+
+    def _retry_later(self, now_s: float) -> None:
+        """Wait before the next RESTORE, longer after each refusal: until a roll-out has reached the member
+        with the older schema, it refuses every one. A restarted member ends the wait."""
+        self._not_before_s = now_s + min(self.config.retry_s * 2**self._num_refused, _MAX_RETRY_S)
+        self._num_refused = min(self._num_refused + 1, 8)
 
     @property
     def _time_limit_s(self) -> float:

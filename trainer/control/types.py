@@ -163,7 +163,7 @@ class CoordinatorConfig:
     # Doubled each time in a row that it passes, so that a large state is restored in the end
     restore_timeout_s: float = 600.0
     max_aborts: int = 3  # in a row; then everyone is restored, because ABORT may not repair a member's state
-    retry_s: float = 1.0  # between a refused RESTORE and the next one
+    retry_s: float = 1.0  # between a refused RESTORE and the next one; doubled at each further refusal
     follow_workers: bool = False  # train with all connected workers
     holds_idle: bool = False  # a watcher calls `hold_idle` and ends such holds
 

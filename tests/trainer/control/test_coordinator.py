@@ -374,6 +374,30 @@ def test_a_refused_restore_is_retried_after_a_pause() -> None:
     assert harness.coordinator.state is State.RESTORING
 
 
+def test_refused_restores_are_repeated_ever_later_until_a_member_restarts() -> None:
+    harness, pauses_s = in_state(State.RESTORING), []
+
+    def refuse(next_incarnation: int) -> None:
+        (restore,) = harness.coordinator.commands(SHARD_0)
+        harness.answer(SHARD_1)
+        harness.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "another schema"},))
+        harness.claim(next_incarnation)
+
+    for incarnation in range(2, 9):
+        refuse(incarnation)
+        since_s = harness.now_s
+        while harness.coordinator.state is not State.RESTORING:
+            harness.now_s += 0.5
+            harness.round_without_answers()
+        pauses_s.append(harness.now_s - since_s)
+    assert pauses_s == [1, 2, 4, 8, 15, 15, 15]
+    refuse(9)
+    harness.now_s += 4  # without a beat: the process has ended
+    harness.sessions[SHARD_0] += 1
+    harness.round_without_answers()
+    assert harness.coordinator.state is State.RESTORING
+
+
 def test_a_member_of_a_later_incarnation_fences_this_controller() -> None:
     harness = CoordinatorHarness().running()
     harness.incarnations[SHARD_0] = 9
