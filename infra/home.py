@@ -90,15 +90,18 @@ class Home:
         Raises:
             SetupError: another supervisor has locked it.
         """
-        file = (self.run / "lock").open("a+")
         for _ in range(_LOCK_TRIES):
+            self.run.mkdir(parents=True, exist_ok=True)
+            file = (self.run / "lock").open("a+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if self._is_lock(file):
+                    break
+                file.close()  # a `reset` has deleted it meanwhile
             except BlockingIOError:  # perhaps `is_locked` of a `status`, which holds it for microseconds
+                file.close()
                 time.sleep(_LOCK_WAIT_S)
         else:
-            file.close()
             raise SetupError(
                 f"a stack already runs in {self.root} (process {self._holder() or '?'}); "
                 f"`roostream down {self.option}` stops it, another --home starts a second one"
@@ -111,7 +114,6 @@ class Home:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock during the block, so that no stack starts meanwhile. Raises SetupError as `lock`."""
-        self.run.mkdir(parents=True, exist_ok=True)
         self.lock()
         try:
             yield
@@ -141,6 +143,13 @@ class Home:
             except BlockingIOError:
                 return True
         return False
+
+    def _is_lock(self, file: IO[str]) -> bool:
+        """Whether other processes find this file at the path of the lock."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.run / "lock"))
+        except FileNotFoundError:
+            return False
 
     def _holder(self) -> int | None:
         """The process that has locked this home; None = it has not said so yet."""

@@ -93,6 +93,7 @@ class Stack:
         self.home.make()
         self.home.lock()
         try:
+            self.home.make()  # again: a `reset` may have ended in between
             self.home.open_store().verify()
             if left := self.home.end_leftovers():
                 log.warning(

@@ -177,7 +177,7 @@ class Shard:
         stack: str,
         block: RowBlock,
         *,
-        incarnation: int | None = None,
+        incarnation: int,
         worker: int = 0,
         sequence: int = 0,
     ) -> bool:
@@ -191,7 +191,7 @@ class Shard:
         """
         with self._lock:
             self._wait_for_freeze()
-            self._check(self.incarnation if incarnation is None else incarnation)
+            self._check(incarnation)
             check_owned(self.identity.index, self.owners, [block.live])
             if sequence and not self._is_next(worker, sequence):
                 self.num_repeats += 1

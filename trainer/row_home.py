@@ -28,7 +28,8 @@ class KeptRows(NamedTuple):
 
 
 class RowHome(Protocol):
-    """Keeps the rows that one worker answers for at commits. Only that worker's loop calls it."""
+    """Keeps the rows that one worker answers for at commits. Only that worker's loop calls it. A call raises
+    FencedError if the shards have another incarnation."""
 
     seed: int  # of rows that nobody has trained
 
@@ -51,31 +52,38 @@ class RowHome(Protocol):
 
 
 class OwnShard:
-    """A `RowHome` in a shard of this process; worker N answers for the buckets of shard N."""
+    """A `RowHome` in a shard of this process, which another thread restores; worker N answers for the buckets
+    of shard N."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.seed = shard, shard.identity.seed
+        self._incarnation = 0
 
     def set_incarnation(
         self, incarnation: int, worker: int, workers: int, owners: BucketMap | None
     ) -> BucketMap:
         owners = owners or self.shard.identity.first_owners
         owners.check(self.shard.identity.num_buckets, workers)
+        self._incarnation = incarnation
         return owners
 
     def load(self, stack: str) -> Iterator[KeptRows]:
         table = self.shard.tables[stack]
-        row_N = table.index.in_buckets(range(table.index.num_buckets))
-        for start in range(0, len(row_N), PIECE_ROWS):
-            row_M = row_N[start : start + PIECE_ROWS]
-            records_MF = np.concatenate([table.embeddings.rows_ND[row_M], table.state_NA[row_M]], axis=1)
-            yield KeptRows(table.index.keys_at(row_M), records_MF)
+        buckets = range(self.shard.identity.num_buckets)
+        start, end = 0, 1
+        while start < end:
+            keys, rows_MD, state_MA, end = self.shard.records(
+                self._incarnation, table, buckets, start, PIECE_ROWS
+            )
+            start += PIECE_ROWS
+            if len(keys):
+                yield KeptRows(keys, np.concatenate([rows_MD, state_MA], axis=1))
 
     def store(self, stack: str, block: RowBlock) -> None:
-        self.shard.overwrite(stack, block)
+        self.shard.overwrite(stack, block, incarnation=self._incarnation)
 
     def contains(self, stack: str, keys: Keys) -> np.ndarray:
-        return self.shard.tables[stack].index.find(keys) >= 0
+        return self.shard.contains(self._incarnation, self.shard.tables[stack], keys)
 
 
 class StackShards:

@@ -217,10 +217,8 @@ class Worker:
         done: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._inbox.put((command, done))
         while not self._closed.is_set():
-            try:
-                return done.result(timeout=0.5)
-            except concurrent.futures.TimeoutError:
-                continue
+            if concurrent.futures.wait([done], timeout=0.5).done:
+                return done.result()
         raise UnavailableError("the worker is stopping")
 
     def hear(self, command: Command) -> None:

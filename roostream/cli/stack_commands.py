@@ -384,7 +384,6 @@ def reset(home: Path, yes: bool) -> None:
             f"{place.root} has no stack.json, so it is not the home of a stack; nothing was deleted; "
             "give the --home of a stack, or delete the folder yourself"
         )
-    place.run.mkdir(exist_ok=True)  # a reset that was interrupted may have deleted it
     place.lock()
     place.end_leftovers()
     entries = [entry for entry in place.root.iterdir() if _is_written_by_stack(entry.name)]

@@ -181,9 +181,9 @@ class LogSender:
         return sum(number >= self.log.cursor.sequence for number in events)
 
     def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
+        sink, self._sink = self._sink, None  # first: what it calls back for now is no trouble of the next one
+        if sink is not None:
+            sink.close()
 
     def _readable(self) -> list[LogEntry]:
         """Step 1: the next entries that fit into memory."""

@@ -42,7 +42,8 @@ class BodyReader:
         """Answer 503 to all requests whose bodies are incomplete, now and from now on."""
         self.is_stopping = True
         for wait in self._waits:
-            wait.reschedule(asyncio.get_running_loop().time())
+            if not wait.expired():  # else its task has not run since, and an expired limit cannot be changed
+                wait.reschedule(asyncio.get_running_loop().time())
 
     async def read(self, request: Request, until_s: float) -> bytes:
         """Return the body, decompressed; `until_s` is a time of the event loop's clock.

@@ -138,17 +138,21 @@ async def _serve(
     end: Callable[[], Awaitable[None]],
 ) -> None:
     async def watch() -> None:
-        while not stop.is_set():
-            turned()
-            await asyncio.sleep(STOP_POLL_S)
-        await end()
-        server.should_exit = True
+        try:
+            while not stop.is_set():
+                turned()
+                await asyncio.sleep(STOP_POLL_S)
+            await end()
+        finally:
+            server.should_exit = True
 
     watching = asyncio.create_task(watch())
     try:
         await server.serve(sockets=[bound])
     finally:
         watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching  # raises its error
 
 
 async def _drain(server: uvicorn.Server, bound: socket.socket, max_s: float, has_successor: bool) -> None:

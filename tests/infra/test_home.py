@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from click.testing import CliRunner
@@ -181,6 +182,27 @@ def test_a_status_at_the_same_moment_does_not_keep_a_stack_from_starting(home: H
         home.lock()
     assert Home(home.root).is_locked()
     home.unlock()
+
+
+def test_a_stack_that_waited_for_the_end_of_a_reset_has_the_lock_that_others_see(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write_stack({"programs": {}})
+    flock, has_begun = fcntl.flock, False
+
+    def reset_first(file: IO[str], operation: int) -> None:
+        """The file is open, and a reset deletes it before it can be locked."""
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", reset_first)
+    home.lock()
+    assert Home(home.root).is_locked()
+    with pytest.raises(SetupError, match="already runs"):
+        Home(home.root).lock()
 
 
 def test_a_home_whose_stack_cannot_be_seen_is_not_one_without_a_stack(home: Home) -> None:

@@ -75,10 +75,31 @@ def test_rows_of_a_stack_are_stored_and_loaded_with_any_number_of_shards_and_wor
 
 def test_the_own_shard_returns_the_stored_rows() -> None:
     home = OwnShard(started_shard())
+    home.set_incarnation(1, 0, 1, None)
     given = block(keys(ITEM, *range(50)), 2.0)
     home.store(ADAGRAD, given)
     assert loaded([home]) == expected(given)
     assert home.contains(ADAGRAD, keys(ITEM, 1, 99)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rows_of_an_older_incarnation_do_not_enter_a_restored_shard(own: bool) -> None:
+    """The controller restores shards and workers at once: a worker may still store rows of a commit whose
+    other worker was lost, and would train their samples again."""
+    shard = started_shard()
+    home: RowHome = OwnShard(shard) if own else stack_home([shard], 0, 1)
+    home.set_incarnation(1, 0, 1, None)
+    home.store(ADAGRAD, block(keys(ITEM, *range(50)), 2.0))
+    shard.restore(2, "")
+    late = block(keys(ITEM, *range(50, 100)), 2.0)
+    with pytest.raises(FencedError):
+        home.store(ADAGRAD, late)
+    with pytest.raises(FencedError):
+        home.contains(ADAGRAD, late.keys)
+    with pytest.raises(FencedError):
+        next(home.load(ADAGRAD), None)
+    home.set_incarnation(2, 0, 1, None)
+    assert loaded([home]) == {}
 
 
 def test_a_write_that_is_sent_twice_is_applied_once() -> None:

@@ -352,6 +352,31 @@ def test_a_long_load_or_save_of_rows_shows_in_the_report() -> None:
     assert harness.worker.report()["progress"] != before and calls == ["alive"]
 
 
+def test_a_command_that_fails_with_a_timeout_is_answered() -> None:
+    """The agent's thread took it for its own wait, and waited for ever: no later command was executed."""
+    worker, failed, errors = WorkerHarness().started().worker, threading.Event(), list[Exception]()
+
+    def fail() -> None:
+        failed.set()
+        raise TimeoutError("a call of the operating system took too long")
+
+    def submit() -> None:
+        try:
+            worker.submit({"id": 2, "kind": "start", "incarnation": 1})
+        except Exception as error:
+            errors.append(error)
+
+    worker.check_shards = fail
+    agent = threading.Thread(target=submit)
+    agent.start()
+    while not failed.is_set():
+        worker.serve_inbox()
+    agent.join(60)
+    worker.close()
+    agent.join()
+    assert [type(error) for error in errors] == [TimeoutError]
+
+
 def test_an_unknown_command_is_refused() -> None:
     assert "expected one of restore, start" in WorkerHarness().do("dance")["error"]
 

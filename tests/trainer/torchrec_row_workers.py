@@ -159,7 +159,7 @@ def main(rank: int, folder: Path) -> None:
             planned = PLACEMENTS[placement] if rank == 0 else None
             rows = TorchRecRows(schema(), home, lambda workers, planned=planned: planned)
             group = DualRendezvous(rendezvous, rows).join(GroupSpec(incarnation, rank, WORKERS, address))
-            rows.set_incarnation(incarnation, WORKERS)
+            rows.set_incarnation(shard.incarnation, WORKERS)
             length = 12 // len(placements)
             if name == "late":
                 train(rows, rank, range(6, 12))

@@ -103,6 +103,7 @@ def train_offline(
     home.make()
     home.lock()
     try:
+        home.make()  # again: a `reset` may have ended in between
         return _OfflineTraining(config, settings, home, stop).run(report_progress)
     finally:
         home.unlock()

@@ -149,9 +149,12 @@ class SocketTransport:
                 f"{method} at {self.address}: can't connect ({error.strerror or error})"
             ) from None
         with self._lock:
-            self._open.add(connection)
-            self.num_connections_opened += 1
-        return connection
+            if not self._closed:
+                self._open.add(connection)
+                self.num_connections_opened += 1
+                return connection
+        connection.close()
+        raise TransportError(f"{method} at {self.address}: this transport was closed meanwhile")
 
     def _dial(self, host: str, port: int, deadline: float) -> socket.socket:
         """A connection to the first address of the host that accepts one. The addresses share what is left

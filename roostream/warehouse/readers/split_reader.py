@@ -129,7 +129,7 @@ class SplitReader:
         """
         with self._changed:
             self._changed.wait_for(self._next, timeout_s)
-            held, rows = self._next(), self._rows
+            held, rows, schema_digest = self._next(), self._rows, self._schema_digest
             if held is None or rows is None:
                 return False
             position = held.read_to
@@ -142,8 +142,8 @@ class SplitReader:
                 self._changed.notify_all()
             return False
         pieces = [
-            EncodedPiece(start, part.end, *encode_piece(part, self._schema_digest))
-            for start, part in self._parts(piece, position)
+            EncodedPiece(start, part.end, *encode_piece(part, schema_digest))
+            for start, part in _parts(piece, position, rows.session.spec.batch_requests)
         ]
         self._throttle(piece.num_rows, began_s)
         with self._changed:
@@ -166,15 +166,6 @@ class SplitReader:
         ]
         awaited = next((held for held in unread if held.num_waiters and not held.pieces), None)
         return awaited or (unread[0] if unread and self.has_room else None)
-
-    def _parts(self, piece: Piece, start: int) -> Iterator[tuple[int, Piece]]:
-        """Cut a piece into pieces of `batch_requests`; at least one, even without rows."""
-        assert self._rows is not None
-        batch_requests = self._rows.session.spec.batch_requests
-        for row in range(0, max(piece.num_rows, 1), batch_requests):
-            part = piece.between(row, min(row + batch_requests, piece.num_rows))
-            yield start, part
-            start = part.end
 
     def _throttle(self, num_rows: int, began_s: float) -> None:
         if self.max_requests_s:
@@ -239,3 +230,11 @@ class SplitReader:
             now = {"held_splits": len(self._held), "held_pieces": len(pieces)}
         held_bytes = sum(total_bytes(piece.arrays) for piece in pieces)
         return {**dataclasses.asdict(self.counts), **now, "held_bytes": held_bytes}
+
+
+def _parts(piece: Piece, start: int, batch_requests: int) -> Iterator[tuple[int, Piece]]:
+    """Cut a piece into pieces of `batch_requests`; at least one, even without rows."""
+    for row in range(0, max(piece.num_rows, 1), batch_requests):
+        part = piece.between(row, min(row + batch_requests, piece.num_rows))
+        yield start, part
+        start = part.end

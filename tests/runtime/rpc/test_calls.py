@@ -476,3 +476,14 @@ def test_an_unexpected_error_of_one_connection_never_ends_the_thread_that_accept
         assert send_raw(server, GOOD) != b""
     finally:
         server.stop()
+
+
+def test_a_transport_that_is_closed_while_it_connects_makes_no_call(server: RpcServer) -> None:
+    def getaddrinfo(*_: object, **__: object) -> list[object]:
+        transport.close()  # by another thread
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    transport = SocketTransport(f"shard-0:{server.port}", lookup=HostLookup(getaddrinfo))
+    with pytest.raises(TransportError, match="closed"):
+        transport.call("echo", {}, timeout_s=5.0)
+    assert transport.num_connections_opened == 0

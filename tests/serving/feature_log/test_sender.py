@@ -77,6 +77,25 @@ def test_a_failed_delivery_repeats_all_records_after_the_cursor(feature_log: Fea
     )
 
 
+def test_records_that_a_replaced_producer_drops_do_not_count_as_failures_of_the_next_one(
+    feature_log: FeatureLog,
+) -> None:
+    delivered: list[LogRecord] = []
+    outcomes: dict[int, Outcome | None] = {0: "failed", 1: None}  # record 1 is in flight
+    failing = FakeSink(delivered, lambda r: outcomes[r.timestamp_ms])
+    slow = FakeSink(delivered, lambda _: None)
+    sender = make_sender(feature_log, [failing, slow])
+    for i in range(2):
+        feature_log.append(record(i))
+    sender.step()
+    assert failing.closed
+    sender.step()
+    assert not slow.closed, "it has not failed; Kafka is slow"
+    slow.plan = lambda _: "delivered"
+    sender.step()
+    assert sender.idle
+
+
 @pytest.mark.parametrize("method", ["send", "poll"])
 def test_a_producer_that_failed_is_replaced_and_all_records_after_the_cursor_are_sent_again(
     feature_log: FeatureLog, method: str

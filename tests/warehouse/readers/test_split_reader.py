@@ -66,6 +66,23 @@ def test_a_restarted_worker_gets_rows_from_its_position() -> None:
     assert (unit := split_reader.next_piece(0, 7, 6, 0)) is not None and unit.start == 6
 
 
+def test_rows_that_are_being_read_at_the_end_of_their_session_are_dropped() -> None:
+    table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
+    split_reader = make_reader(table=table)
+    split_reader.set_leases([lease(0)])
+
+    class EndsWhileReading(LocalSessionRows):
+        def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:
+            split_reader.start_session(None)  # by the thread of the leases
+            return super().piece(split, position, timeout_s)
+
+    session = table.session(shuffle_seed=None, batch_requests=3)
+    split_reader.start_session(EndsWhileReading(session, table), "digest")
+    split_reader.set_leases([lease(0)])
+    split_reader.step(0)
+    assert not split_reader.has_leases and split_reader.report()["held_pieces"] == 0
+
+
 def test_the_buffer_is_bounded_but_requested_pieces_are_always_read() -> None:
     split_reader = make_reader(max_pieces=1)
     split_reader.set_leases([lease(0), lease(2)])
