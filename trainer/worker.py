@@ -383,7 +383,7 @@ class Worker:
         stored = store_ids(at.partitions, lambda data: manifests.store_file(self.store, name_of_ids, data))
         own = manifests.store_file(self.store, name, encode_partitions(stored, metadata))
         self._stored = seq, stored
-        metrics = metrics_of_snapshots(stored.values(), self.loop.schema.tasks)
+        metrics = metrics_of_snapshots(stored.values(), self.loop.schema.labels)
         several = self.lockstep is not None
         result = {
             "own": dataclasses.asdict(own),
