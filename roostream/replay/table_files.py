@@ -36,6 +36,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, nearest
+from roostream.replay.file_endings import FORMS, ending_of
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
@@ -46,8 +47,6 @@ Refuse = Callable[[str, Exception], None]
 CountEmpty = Callable[[int], None]
 """Called with a number of rows of text that are empty in every column, and are therefore left out."""
 
-_TEXT_FORMS, _JSON_FORMS = ("csv", "tsv", "txt"), ("jsonl", "ndjson", "json")
-_FORMS = ("parquet", *_TEXT_FORMS, *_JSON_FORMS)
 _EMPTY = ["", "NULL", "null", "\\N", "NaN", "nan", "#N/A"]
 _YES = pa.array(["true", "yes", "t", "y"])
 _EMPTY_NUMBERS = pa.array(["NA", "N/A"])  # missing in a column of numbers; texts in a column of texts
@@ -90,13 +89,14 @@ def form_of(paths: Sequence[str]) -> str:
     """
     found = set()
     for path in paths:
-        ending = path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2].lower()
-        if ending not in _FORMS:
+        form = FORMS.get(ending_of(path))
+        if form is None:
+            *others, last = FORMS
             raise ConfigError(
-                f"{path}: expected a file that ends in .{', .'.join(_FORMS[:-1])} or .{_FORMS[-1]} (or .gz, "
-                ".zst of these); docs/bring-your-own-data.md describes the forms"
+                f"{path}: expected a file that ends in {', '.join(others)} or {last} (or .gz, .zst of "
+                "these); docs/bring-your-own-data.md describes the forms"
             )
-        found.add("csv" if ending in _TEXT_FORMS else "jsonl" if ending in _JSON_FORMS else ending)
+        found.add(form)
     if len(found) != 1:
         raise ConfigError(
             f"{', '.join(paths) or 'no files'}: expected files of one form, got "
