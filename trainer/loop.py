@@ -264,7 +264,9 @@ class TrainLoop:
         self._start_partitions(self.source.positions())
 
     def _start_partitions(self, at: Progress) -> None:
-        self.partitions = PartitionStates(at, self.schema.tasks, self.config.dedupe_horizon_ms, self._slicers)
+        self.partitions = PartitionStates(
+            at, self.schema.labels, self.config.dedupe_horizon_ms, self._slicers
+        )
 
     # One chunk
 

@@ -22,6 +22,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from roostream.runtime.manifest import StoredFile, WorkerPart
+from roostream.schema.schema import Label
 from roostream.wire.batch import Batch
 from trainer.corrections import record_due_ms
 from trainer.dedupe import Dedupe, DedupeSnapshot, IdRun, merged, plan_files
@@ -44,8 +45,9 @@ class PartitionSnapshot:
 
 
 class _PartitionState:
-    def __init__(self, tasks: Sequence[str], horizon_ms: int) -> None:
-        self.dedupe, self.metrics = Dedupe(horizon_ms), Metrics(tasks, MAX_SCORES)
+    def __init__(self, labels: Sequence[Label], horizon_ms: int) -> None:
+        self.dedupe, self.metrics = Dedupe(horizon_ms), Metrics([label.name for label in labels], MAX_SCORES)
+        self._labels = labels
         self.taken = np.zeros(2, np.int64)  # number of chunks with records of it, and of new requests
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -56,7 +58,7 @@ class _PartitionState:
         tensors = snapshot.tensors
         self.dedupe.load(snapshot.dedupe)
         if metrics := _part(tensors, "metrics."):
-            self.metrics.load(metrics)
+            self.metrics.load(metrics, self._labels)
         # Old files have no `taken`.
         self.taken = tensors.get("taken", np.array([0, self.metrics.num_requests])).astype(np.int64)
 
@@ -65,12 +67,13 @@ def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def metrics_of_snapshots(snapshots: Collection[PartitionSnapshot], tasks: Sequence[str]) -> Metrics:
+def metrics_of_snapshots(snapshots: Collection[PartitionSnapshot], labels: Sequence[Label]) -> Metrics:
     """Merged metrics of the partitions as of these snapshots."""
+    tasks = [label.name for label in labels]
     parts = [Metrics(tasks, MAX_SCORES) for _ in snapshots]
     for part, snapshot in zip(parts, snapshots, strict=True):
         if metrics := _part(snapshot.tensors, "metrics."):
-            part.load(metrics)
+            part.load(metrics, labels)
     return _merged(parts, tasks)
 
 
@@ -85,14 +88,14 @@ class PartitionStates:
     """The partitions of one worker."""
 
     def __init__(
-        self, at: Progress, tasks: Sequence[str], horizon_ms: int, slicers: Sequence[Slicer] = ()
+        self, at: Progress, labels: Sequence[Label], horizon_ms: int, slicers: Sequence[Slicer] = ()
     ) -> None:
-        self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
+        self.labels, self.horizon_ms = tuple(labels), horizon_ms
         self.progress = dict(at)
-        self.windowed = WindowedMetrics(tasks, slicers)
+        self.windowed = WindowedMetrics([label.name for label in labels], slicers)
         # State of corrections while they are not trained.
         self._parked: dict[Partition, PartitionSnapshot] = {}
-        self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
+        self._states = {partition: _PartitionState(self.labels, horizon_ms) for partition in at}
         # Partition → an offset, and the leader epoch of the record before it.
         self._leader_epochs: dict[Partition, tuple[int, int]] = {}
 
@@ -147,11 +150,13 @@ class PartitionStates:
         metrics = [self._states[partition].metrics for partition in rows]
         if metrics:
             columns = (score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
-            update_each(metrics, index_R, ScoredBatch(*columns, batch.schema.amount_scales, weight_R))
+            update_each(metrics, index_R, ScoredBatch(*columns, batch.schema.labels, weight_R))
 
     def metrics(self) -> Metrics:
         """Merged metrics of all partitions since the beginning."""
-        return _merged([state.metrics for state in self._states.values()], self.tasks)
+        return _merged(
+            [state.metrics for state in self._states.values()], [label.name for label in self.labels]
+        )
 
     @property
     def num_requests(self) -> int:

@@ -22,7 +22,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, describe_error
+from roostream.errors import (
+    CheckpointError,
+    ConfigError,
+    FencedError,
+    RoostreamError,
+    UnavailableError,
+    describe_error,
+)
 from roostream.models.build import ADDED_PARTS, model_config_from_dict
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -259,7 +266,7 @@ class Worker:
         check_same_store(self.store, str(command.get("store", "")))
         session = TableInput.of(command.get("input"))
         if "partitions" in command:
-            self.loop.assign([int(number) for number in command["partitions"]], session)
+            self._assign([int(number) for number in command["partitions"]], session)
         name = str(command.get("manifest", ""))
         manifest, checksum = manifests.load_chosen(self.store, name) if name else (None, "")
         if manifest and manifest.input != session:
@@ -285,6 +292,17 @@ class Worker:
         self.broken = ""
         log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
         return {}
+
+    def _assign(self, numbers: list[int], session: TableInput | None) -> None:
+        """Raises UnavailableError: the session's table is absent or damaged, which is no damage of the
+        commit: an older one needs the same table."""
+        try:
+            self.loop.assign(numbers, session)
+        except CheckpointError as error:
+            where = session.table if session else "the stream"
+            raise UnavailableError(
+                f"expected the warehouse {where} as training began with it: {error}"
+            ) from None
 
     def _start(self, command: Command) -> dict[str, Any]:
         try:
@@ -381,7 +399,7 @@ class Worker:
         stored = store_ids(at.partitions, lambda data: manifests.store_file(self.store, name_of_ids, data))
         own = manifests.store_file(self.store, name, encode_partitions(stored, metadata))
         self._stored = seq, stored
-        metrics = metrics_of_snapshots(stored.values(), self.loop.schema.tasks)
+        metrics = metrics_of_snapshots(stored.values(), self.loop.schema.labels)
         several = self.lockstep is not None
         result = {
             "own": dataclasses.asdict(own),

@@ -73,7 +73,7 @@ class ModelQuality:
             return
         self._waiting.append(message)
         if len(self._waiting) >= _AT_ONCE:
-            scored = scored_batch(self._waiting, num_tasks, self.schema.amount_scales)
+            scored = scored_batch(self._waiting, num_tasks, self.schema.labels)
             add_to_pairs(self._paired, self._waiting, scored, self._num_scored)
             self._num_scored += len(self._waiting)
             self._waiting, self._metrics = [], None

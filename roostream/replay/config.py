@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from roostream.errors import ConfigError
 from roostream.replay.datasets import DatasetOptions, load_dataset
+from roostream.replay.file_endings import FORMS, ending_of
 from roostream.replay.parse_time import parse_time_ms
 from roostream.runtime.deployment import ProgramSettings
 from roostream.schema.settings import MAX_SEED, SettingError, Settings, setting, setting_error
@@ -253,13 +254,9 @@ class CheckConfig(Settings):
         )
 
     def _form(self) -> str:
-        suffixes = {
-            Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
-            for path in (*self.impressions, *self.engagements)
-        }
-        if suffixes <= {".csv", ".tsv", ".txt"}:
-            return "csv"
-        if suffixes != {".parquet"}:
+        endings = {ending_of(path) for path in (*self.impressions, *self.engagements)}
+        forms = {FORMS.get(ending) for ending in endings}
+        if forms not in ({"csv"}, {"parquet"}):
             text = "files that all end in .parquet, or all in .csv, .tsv or .txt (or .gz, .zst of these)"
-            raise setting_error("impressions", text, sorted(suffixes))
-        return "parquet"
+            raise setting_error("impressions", text, sorted(endings))
+        return str(forms.pop())

@@ -9,9 +9,7 @@ from typing import Any
 from roostream.errors import ConfigError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.datasets import load_dataset
-
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-_SUFFIXES |= dict.fromkeys((".csv", ".tsv", ".txt"), "csv")
+from roostream.replay.file_endings import FORMS, ending_of
 
 
 def detect_replay(
@@ -33,7 +31,7 @@ def detect_replay(
     if len(paths) == 1 and first.name == "behaviors.parquet":
         return _ebnerd(first.parent, schema)
     files = [*paths, *engagements]
-    forms = {_SUFFIXES.get(Path(path.removesuffix(".gz").removesuffix(".zst")).suffix, "") for path in files}
+    forms = {FORMS.get(ending_of(path), "") for path in files}
     if len(forms) != 1 or not (form := forms.pop()):
         raise ConfigError(
             f"{', '.join(files)}: expected files that all end in .jsonl, all in .parquet or all in .csv "

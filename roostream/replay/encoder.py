@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from roostream.errors import WireError
 from roostream.online.counters import Counters, sources_of, stateless_features, with_online
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.online.seen_events import engagement_id, list_id
@@ -24,11 +25,14 @@ from roostream.replay.log_profile import LogProfile
 from roostream.runtime.kafka.partitioner import partition_of
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
 from roostream.schema.ids import key_bytes, unsigned
+from roostream.schema.limits import MAX_MESSAGE_BYTES, RECORD_OVERHEAD_BYTES
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import Side, encode_nro, encode_ro
 from roostream.wire.records import Record
+
+_MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES
 
 
 class ReplayEncoder:
@@ -68,7 +72,7 @@ class ReplayEncoder:
 
     def record(self, event: Event) -> Record:
         """Encode one event; the offset of its record is -1. Raises WireError: features do not fit the
-        schema."""
+        schema, or no Kafka message can hold the record."""
         value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
         self._arrival += 1
         due_ms = event.time_ms + (0 if isinstance(event, Request) else self.label_delay_ms)
@@ -94,9 +98,10 @@ class ReplayEncoder:
         )
         if request.ro is not None:
             message.ro = encode_ro(self.schema, self._with_online("ro", request.ro, ro | fixed_ro))
+        record = _encode(wire.IMPRESSION, message)
         if self.profile is not None:
             self.profile.add(request, message.ro if request.ro is not None else None, message.nro)
-        return wire.encode(wire.IMPRESSION, message)
+        return record
 
     def _engagement(self, action: Action) -> bytes:
         """The engagement that a client would have sent."""
@@ -107,9 +112,10 @@ class ReplayEncoder:
             action=action.action,
             value=action.value,
         )
+        record = _encode(wire.ENGAGEMENT, message)
         if self.profile is not None:
             self.profile.add(action)
-        return wire.encode(wire.ENGAGEMENT, message)
+        return record
 
     def _fields(self, event: Event) -> EntityFields:
         """The fields by which counters aggregate, beside user, items and time."""
@@ -162,6 +168,17 @@ class ReplayEncoder:
             self._next_unlogged = next(self._unlogged, None)
             return click
         return heapq.heappop(self._delayed)[2] if due_ms <= time_ms else None
+
+
+def _encode(kind: int, message: pb.Impression | pb.Engagement) -> bytes:
+    """The record of an event. Raises WireError: no Kafka message can hold it."""
+    record = wire.encode(kind, message)
+    if len(record) > _MAX_EVENT_BYTES:
+        text = (
+            f"expected an event that fits into a Kafka message, {_MAX_EVENT_BYTES} bytes, got {len(record)}"
+        )
+        raise WireError("oversized", text)
+    return record
 
 
 def _header_values(event: Event) -> tuple[int, int, str, str]:

@@ -14,6 +14,7 @@ from typing import BinaryIO, cast
 import zstandard
 
 from roostream.errors import ConfigError, SetupError
+from roostream.replay.file_endings import packing_of
 from roostream.schema.settings import setting_error
 
 _CHUNK = 1 << 20
@@ -31,7 +32,7 @@ def open_file(path: str) -> BinaryIO:
         SetupError: there is no space for the copy.
     """
     file = _open(path)
-    if Path(path).suffix not in _PACKED and file.seekable():
+    if not packing_of(path) and file.seekable():
         start = file.read(4)
         file.seek(0)
         for ending, magic in _PACKED.items():
@@ -59,10 +60,10 @@ def _open(path: str) -> BinaryIO:
 def _decompress(path: str, file: BinaryIO) -> Iterator[bytes]:
     """The content in pieces. Raises EOFError, OSError, zlib.error or ZstdError: the file is damaged or
     truncated."""
-    if path.endswith(".zst"):
+    if packing_of(path) == ".zst":
         yield from _decompress_zstd(file)
         return
-    source = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+    source = gzip.GzipFile(fileobj=file) if packing_of(path) == ".gz" else file
     while piece := source.read(_CHUNK):
         yield piece
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from roostream.replay.datasets import DatasetOptions, EventLog
 from roostream.replay.events import Event
+from roostream.replay.file_endings import ending_of
 from roostream.replay.input_files import check_files, open_file
 from roostream.replay.log_lines import (
     UNREADABLE,
@@ -44,7 +45,7 @@ class Options(DatasetOptions):
         super().__post_init__()
         check_files("log", self.log, needed=True)
         for path in self.log:
-            if path.removesuffix(".gz").removesuffix(".zst").lower().endswith((".csv", ".tsv", ".parquet")):
+            if ending_of(path) in (".csv", ".tsv", ".parquet"):
                 remedy = "give a table of shown items as --impressions, or convert it with `import table`"
                 raise setting_error("log", "files of JSON lines", path, remedy)
 

@@ -21,6 +21,7 @@ import codecs
 import csv
 import io
 import itertools
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, nearest
+from roostream.replay.file_endings import FORMS, ending_of
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
@@ -46,8 +48,11 @@ Refuse = Callable[[str, Exception], None]
 CountEmpty = Callable[[int], None]
 """Called with a number of rows of text that are empty in every column, and are therefore left out."""
 
-_TEXT_FORMS, _JSON_FORMS = ("csv", "tsv", "txt"), ("jsonl", "ndjson", "json")
-_FORMS = ("parquet", *_TEXT_FORMS, *_JSON_FORMS)
+_OPEN_CELL = (
+    "expected a quote that ends, got one that only ends in a later row; close it, or write a quote within a "
+    'cell as ""'
+)
+_SKIPPED_BYTES = 16 << 10
 _EMPTY = ["", "NULL", "null", "\\N", "NaN", "nan", "#N/A"]
 _YES = pa.array(["true", "yes", "t", "y"])
 _EMPTY_NUMBERS = pa.array(["NA", "N/A"])  # missing in a column of numbers; texts in a column of texts
@@ -90,13 +95,14 @@ def form_of(paths: Sequence[str]) -> str:
     """
     found = set()
     for path in paths:
-        ending = path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2].lower()
-        if ending not in _FORMS:
+        form = FORMS.get(ending_of(path))
+        if form is None:
+            *others, last = FORMS
             raise ConfigError(
-                f"{path}: expected a file that ends in .{', .'.join(_FORMS[:-1])} or .{_FORMS[-1]} (or .gz, "
-                ".zst of these); docs/bring-your-own-data.md describes the forms"
+                f"{path}: expected a file that ends in {', '.join(others)} or {last} (or .gz, .zst of "
+                "these); docs/bring-your-own-data.md describes the forms"
             )
-        found.add("csv" if ending in _TEXT_FORMS else "jsonl" if ending in _JSON_FORMS else ending)
+        found.add(form)
     if len(found) != 1:
         raise ConfigError(
             f"{', '.join(paths) or 'no files'}: expected files of one form, got "
@@ -624,7 +630,7 @@ def text_rows(
     Raises:
         ConfigError: the file is not separated text in UTF-8, or ends within quotes.
     """
-    lines = _RowLines(path, delimiter, refuse)
+    lines, text = _RowLines(path, delimiter, refuse), _TextLines(file)
     file.seek(0)
     if not file.readline().endswith(b"\n"):  # of a table without rows, which Arrow refuses
         return
@@ -651,6 +657,11 @@ def text_rows(
             for column in batch.columns:
                 present_N |= np.asarray(column.is_valid())
             count_empty(int((~present_N).sum()))
+            breaks_N = _line_breaks(batch)
+            for n in np.flatnonzero(breaks_N).tolist():
+                if _has_open_cell(text.read(int(line_N[n]), 1 + int(breaks_N[n])), delimiter):
+                    refuse(f"{path}:{line_N[n]}", ValueError(_OPEN_CELL))
+                    present_N[n] = False
             if len(batch):
                 last = int(line_N[-1]), batch.columns[-1][-1].as_py() or ""
             yield batch.filter(pa.array(present_N)), line_N[present_N]
@@ -683,6 +694,16 @@ def _open_quote(path: str, line: int) -> ConfigError:
     )
 
 
+def _has_open_cell(row: str, delimiter: str) -> bool:
+    """Whether the quote that ends a cell is followed by other text than a delimiter: the cell was open, and
+    this is the first quote of a later row."""
+    try:
+        deque(csv.reader(io.StringIO(row, newline=""), delimiter=delimiter, strict=True), maxlen=0)
+    except csv.Error as error:
+        return "expected after" in str(error)
+    return False
+
+
 def _is_open(row: str, delimiter: str) -> bool:
     """Whether the text of a row ends within quotes."""
     try:
@@ -690,6 +711,35 @@ def _is_open(row: str, delimiter: str) -> bool:
     except csv.Error as error:
         return "end of data" in str(error) or "field limit" in str(error)
     return False
+
+
+def _line_breaks(rows: pa.RecordBatch | pa.Table) -> np.ndarray:
+    """int64 [N]: line breaks within the cells of each row."""
+    breaks_N = np.zeros(len(rows), np.int64)
+    for column in rows.columns:
+        breaks_N += np.asarray(pc.fill_null(pc.count_substring(column, "\n"), 0))
+    return breaks_N
+
+
+class _TextLines:
+    """Reads lines of a file in ascending order, beside another reader of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._handle, self._line, self._at = file.fileno(), 1, 0
+
+    def read(self, first: int, count: int) -> str:
+        """Lines `first`, counted from 1, to `first + count - 1`."""
+        self._skip(first - self._line)
+        begin = self._at
+        self._skip(count)
+        return os.pread(self._handle, self._at - begin, begin).decode(errors="replace")
+
+    def _skip(self, count: int) -> None:
+        self._line += count
+        while count and (piece := os.pread(self._handle, _SKIPPED_BYTES, self._at)):
+            lines = piece.split(b"\n", count)
+            count -= len(lines) - 1
+            self._at += len(piece) if count else len(piece) - len(lines[-1])
 
 
 class _RowLines:
@@ -710,10 +760,7 @@ class _RowLines:
 
     def of(self, rows: pa.RecordBatch | pa.Table) -> np.ndarray:
         """The lines of the next rows. Refuses the bad rows before, between and after them."""
-        breaks_N = np.zeros(len(rows), np.int64)
-        for column in rows.columns:
-            breaks_N += np.asarray(pc.fill_null(pc.count_substring(column, "\n"), 0))
-        line_N, done = np.zeros(len(rows), np.int64), 0
+        breaks_N, line_N, done = _line_breaks(rows), np.zeros(len(rows), np.int64), 0
         while True:
             while self._bad and self._bad[0][0] == self._row:
                 _, breaks, text = self._bad.popleft()

@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, SetupError, WireError
 from roostream.replay.events import Event, Request
+from roostream.replay.file_endings import packing_of
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import damaged_file, parquet_file
@@ -98,7 +99,7 @@ def import_table(
         LogError: a bad row without `skip_bad`; names file and row.
         SetupError: there is no space.
     """
-    if not out.name.endswith((".jsonl", ".jsonl.gz")):
+    if not out.name.lower().endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{out}: expected a name that ends in .jsonl or .jsonl.gz; choose such a name")
     if out.exists():
         raise ConfigError(f"{out}: expected a new file, but it exists; remove it or choose another name")
@@ -111,7 +112,7 @@ def import_table(
                 files = with_row_per_item(paths, files, in_order, Path(folder), reader.refuse)
             given = _check(paths, files, schema, column_map)
             part = Path(folder) / "out"
-            open_out = partial(gzip.open, compresslevel=6) if out.suffix == ".gz" else open
+            open_out = partial(gzip.open, compresslevel=6) if packing_of(out.name) else open
             with cast(BinaryIO, open_out(part, "wb")) as file:
                 rows = _batches(given, column_map, schema, reader, counts, progress)
                 number = max(1, min(MAX_BUCKETS, -(-given.num_bytes // BUCKET_BYTES)))

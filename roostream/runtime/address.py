@@ -19,9 +19,36 @@ def parse_address(address: str) -> tuple[str, int]:
         ConfigError: it is malformed.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"expected an address like '127.0.0.1:7000', got {address!r}")
+    if not port.isdecimal() or int(port) > 65535 or not _is_host(host):
+        raise ConfigError(f"expected {_expected(host, port)}, got {address!r}")
     return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    if host[:1] == "[" and host[-1:] == "]":
+        return _is_ipv6(host[1:-1])
+    return bool(host) and not set(host) & set("[]:/")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+        return True
+    except ValueError:
+        return False
+
+
+def _expected(host: str, port: str) -> str:
+    """The address that was probably meant, else an example."""
+    return (
+        f"brackets around IPv6, '[{host}]:{port}'" if _is_ipv6(host) else "an address like '127.0.0.1:7000'"
+    )
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 address."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -46,10 +73,9 @@ def reachable_address(host: str, port: int, other: str) -> str:
 
     A wildcard address names no machine, and a loopback address only works on the same machine.
     """
-    bare = host.strip("[]")
     if is_wildcard(host) or (is_loopback(host) and not is_loopback(parse_address(other)[0])):
         return ""
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+    return join_address(host, port)
 
 
 _NUMBERED = re.compile(r"\{(\d{1,4})\}")
@@ -88,7 +114,8 @@ def check_addresses(key: str, *addresses: str) -> None:
             for one in expand_addresses((address,)):
                 parse_address(one)
         except ConfigError:
-            raise setting_error(key, "an address like '127.0.0.1:7000'", address) from None
+            host, _, port = address.rpartition(":")
+            raise setting_error(key, _expected(host, port), address) from None
 
 
 def is_http_url(url: str) -> bool:
@@ -103,17 +130,18 @@ def is_http_url(url: str) -> bool:
 
 def check_redis(key: str, url: str) -> None:
     """Raises ConfigError: it is no Redis URL. The message omits user and password."""
-    parts = urlsplit(url)
+    shown, expected = url.rpartition("@")[2], "redis://host:port/0 (rediss:// for TLS)"
     try:
-        fits = (
-            parts.scheme in ("redis", "rediss")
-            and bool(parts.hostname)
-            and (parts.port is None or parts.port > 0)
-        )
+        parts = urlsplit(url)
+        host, _, port = parts.netloc.rpartition("@")[2].rpartition(":")
+        if _is_ipv6(host):
+            expected = f"brackets around IPv6, '{parts.scheme}://[{host}]:{port}{parts.path}'"
+            raise ValueError
+        fits = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         fits = False
     if not fits:
-        raise setting_error(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
+        raise setting_error(key, expected, shown)
 
 
 SERVING_AUTHENTICATION = "tls_certificate and keys_file"

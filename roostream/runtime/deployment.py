@@ -12,7 +12,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from roostream.errors import ConfigError, reason_of
-from roostream.runtime.address import check_addresses, check_listen, check_redis
+from roostream.runtime.address import check_addresses, check_listen, check_redis, join_address
 from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.runtime.manifest import KEEP_MANIFESTS
@@ -42,7 +42,7 @@ class ProgramSettings(TlsSettings):
         super().__post_init__()
         check_listen(
             "metrics_host",
-            f"{self.metrics_host}:{self.metrics_port}",
+            join_address(self.metrics_host, self.metrics_port),
             insecure=self.insecure,
             authenticated=self.tls_client_required,  # API keys protect only serving's own port
             by="tls_certificate and tls_client_required",

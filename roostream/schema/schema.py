@@ -155,10 +155,14 @@ class Label(Settings):
         return self.objective in ("weighted", "amount")
 
     @property
-    def amount_scale(self) -> float:
-        """Scale of an amount; 0 for an event, and -1 for the other objectives, whose scores are no
-        probabilities either."""
-        return self.scale if self.objective == "amount" else 0.0 if self.objective == "event" else -1.0
+    def is_probability(self) -> bool:
+        """Whether scores are probabilities of an event."""
+        return self.objective == "event"
+
+    @property
+    def amount_scale(self) -> float | None:
+        """Scale of an amount; None: the objective is another one."""
+        return self.scale if self.objective == "amount" else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,10 +267,6 @@ class Schema:
     @cached_property
     def tasks(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
-
-    @cached_property
-    def amount_scales(self) -> tuple[float, ...]:
-        return tuple(label.amount_scale for label in self.labels)
 
     def floats(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
         """Float features of a side in declared order: the F floats of its block and batch."""

@@ -41,7 +41,7 @@ from roostream.warehouse.delta_table import ProgressStep, TableSnapshot
 from roostream.warehouse.file_reader import SampleFile, writer_of
 from roostream.warehouse.latest_labels import LATEST, LatestLabels, overlay_labels, read_latest
 from roostream.warehouse.parquet_file import ROWS_OF_GROUP, FileKey, FileRows, delete_files, write_rows
-from roostream.warehouse.version_pins import pinned_versions
+from roostream.warehouse.version_pins import FOLDER_MARK, pinned_versions
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType, FlatColumn, label_column
 
@@ -276,6 +276,7 @@ def with_latest(rows: FileRows, writer: Schema, latest: LatestLabels) -> FileRow
 
 
 log = logging.getLogger("roostream.compactor")
+_PINS_MARKED = "compact/pins_marked"
 _RETIRED = "compact/retired"
 RETIRED_DAYS = "retired_days"
 """Progress name: ordinal of the first day of which samples may be left; all earlier days were retired."""
@@ -547,12 +548,37 @@ class Compactor:
         Raises:
             UnavailableError: the warehouse or its pins cannot be read now.
         """
+        self._check_pins()
         deleted: list[str] = []
         for name, table in self.warehouse.tables.items():
             held = pinned_versions(self.warehouse.store, name, self.clock.now_ms(), self._pins)
             deleted += table.vacuum(self.config.vacuum_after_hours, held)
         self.counts.deleted += len(deleted)
         return deleted
+
+    def _check_pins(self) -> None:
+        """Check that the folder of pins is there: no pins may mean that it is not mounted. The table of
+        samples remembers that the folder was marked.
+
+        Raises:
+            UnavailableError: the folder is away, or cannot be read.
+        """
+        store, samples = self.warehouse.store, self.warehouse.samples
+        is_marked = FOLDER_MARK in store.list("pins")
+        if samples.snapshot().progress(_PINS_MARKED) is None:
+            try:
+                if not is_marked:
+                    store.put(FOLDER_MARK, b"")
+                samples.commit((), (), {_PINS_MARKED: ProgressStep(None, 1)})
+            except FencedError:
+                pass  # another compactor was first
+            except UnavailableError as error:  # a full disk, which the vacuum may clear
+                log.warning("the folder of pins is not marked: %s", error)
+        elif not is_marked:
+            raise UnavailableError(
+                f"{self.warehouse.location}: expected {FOLDER_MARK}, found none, so pins may be missing; "
+                "make the folder `pins` available again, or create this empty file if it is the right folder"
+            )
 
     def _vacuum_hourly(self) -> None:
         if self.clock.monotonic_s() >= self._next_vacuum_s:

@@ -2,6 +2,8 @@
 
 A pin is an object `pins/<table>.<owner>` that its reader renews and that expires by itself, so a dead reader
 keeps nothing. A pin that is renewed holds also if the clock of its reader, or of who asks, is wrong.
+
+The object `pins/folder` stays. A folder without it is not known to have all pins: it may not be mounted.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from roostream.errors import CheckpointError
 from roostream.runtime.checkpoint_store import CheckpointStore
 
 _FOLDER = "pins"
+FOLDER_MARK = f"{_FOLDER}/folder"
 _FIRST_SEEN_MS = 86_400_000  # clocks that are further apart matter only if a compactor starts meanwhile
 log = logging.getLogger("roostream.warehouse")
 

@@ -62,4 +62,4 @@ def test_trained_ids_of_a_format_4_commit_are_read_from_its_worker_file() -> Non
         assert dedupe.claim(np.array([*ids, 99]), np.array([*times, times[-1]])).tolist() == [False] * 3 + [
             True
         ]
-    assert metrics_of_snapshots(found.values(), samples.schema().tasks).report()["requests"] == 6
+    assert metrics_of_snapshots(found.values(), samples.schema().labels).report()["requests"] == 6

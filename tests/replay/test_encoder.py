@@ -3,16 +3,20 @@ events."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import weakref
 
 import numpy as np
 import pytest
 
+from roostream.errors import WireError
 from roostream.replay.datasets import Clicks
 from roostream.replay.encoder import ReplayEncoder
 from roostream.replay.events import Action, Request
+from roostream.replay.log_profile import LogProfile
 from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
+from roostream.schema.limits import MAX_MESSAGE_BYTES
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -149,6 +153,17 @@ def test_records_carry_topic_key_and_event_time() -> None:
     assert isinstance(message, pb.Engagement)
     assert (message.header.request_id, message.event_id, message.item_id) == ("r1", 78, 1)
     assert message.header.schema == SCHEMA.fingerprint
+
+
+@pytest.mark.parametrize("event", [request(1, 0), click(1, 0)])
+def test_an_event_that_no_kafka_message_holds_is_refused_and_changes_nothing(event: Request | Action) -> None:
+    """With --skip-bad it is then skipped, by both engines."""
+    profile = LogProfile(SCHEMA)
+    encoder = ReplayEncoder(SCHEMA, profile=profile)
+    with pytest.raises(WireError, match="4190208 bytes"):
+        encoder.record(dataclasses.replace(event, surface="s" * MAX_MESSAGE_BYTES))
+    _, nro = features(encoder.record(request(2, 1)))
+    assert nro["views"][0] == 0 == nro["clicks"][0] and profile.num_impressions == 1
 
 
 def make_clicks(*clicks: tuple[int, int, float]) -> Clicks:

@@ -215,16 +215,16 @@ def test_the_number_of_requests_is_known_before_events_are_read(tmp_path: Path) 
     assert log.num_requests == 2 and len(list(log.events)) == 3
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".GZ", ".Zst"])
 def test_a_compressed_log_is_read_and_a_damaged_one_is_reported(tmp_path: Path, suffix: str) -> None:
     plain = Path(write(tmp_path / "log", ENGAGEMENT, IMPRESSION)).read_bytes()
-    data = gzip.compress(plain) if suffix == ".gz" else zstandard.compress(plain)
+    data = gzip.compress(plain) if suffix.lower() == ".gz" else zstandard.compress(plain)
     compressed = tmp_path / f"log.jsonl{suffix}"
     compressed.write_bytes(data)
     assert [type(e) for e in events_of(str(compressed))] == [Request, Action]
     for damaged in (data[:-9], b"no such thing" * 9):
         compressed.write_bytes(damaged)
-        with pytest.raises((ConfigError, LogError), match=r"log.jsonl\.(gz|zst)"):
+        with pytest.raises((ConfigError, LogError), match=r"log.jsonl\.(?i:gz|zst)"):
             events_of(str(compressed))
 
 
@@ -246,7 +246,7 @@ def test_a_log_may_be_a_pipe(tmp_path: Path) -> None:
         assert [type(e) for e in events_of(str(pipe))] == [Request, Action]
 
 
-@pytest.mark.parametrize("name", ["log.tsv", "log.CSV", "log.csv.gz", "log.parquet"])
+@pytest.mark.parametrize("name", ["log.tsv", "log.CSV", "log.csv.gz", "log.CSV.GZ", "log.parquet"])
 def test_a_table_is_not_read_as_json_lines(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"expected files of JSON lines.* as --impressions"):

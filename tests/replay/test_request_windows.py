@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from roostream.errors import ConfigError
+from roostream.replay.config import CheckConfig, ReplayConfig
 from roostream.replay.detect_dataset import detect_replay
 from roostream.replay.encoder import ReplayEncoder
 from roostream.replay.jsonl_log import JsonlLog
@@ -89,14 +90,25 @@ def test_pages_that_only_add_candidates_are_not_requests(tmp_path: Path) -> None
     assert window.candidates_R.tolist() == [3]
 
 
+def _check(paths: dict[str, str], *names: str) -> ReplayConfig:
+    impressions = tuple(paths[name] for name in names)
+    return CheckConfig(schema=paths["s.toml"], impressions=impressions).replay()
+
+
 def test_the_format_of_a_log_follows_from_its_path(tmp_path: Path) -> None:
     names = ("a.jsonl", "b.ndjson.gz", "c.csv", "d.parquet", "s.toml", "behaviors.parquet", "history.parquet")
+    names += ("A.JSONL", "B.Json.GZ", "C.CSV", "C.TSV.ZST", "D.PARQUET")
     paths = {name: str(tmp_path / name) for name in names}
     for path in paths.values():
         Path(path).write_bytes(b"")
     assert detect_replay([paths["a.jsonl"], paths["b.ndjson.gz"]], paths["s.toml"]).dataset == "jsonl"
     assert detect_replay([paths["c.csv"]], paths["s.toml"]).dataset == "csv"
     assert detect_replay([paths["d.parquet"]], paths["s.toml"]).dataset == "parquet"
+    assert detect_replay([paths["A.JSONL"], paths["B.Json.GZ"]], paths["s.toml"]).dataset == "jsonl"
+    assert detect_replay([paths["C.CSV"], paths["C.TSV.ZST"]], paths["s.toml"]).dataset == "csv"
+    assert detect_replay([paths["D.PARQUET"]], paths["s.toml"]).dataset == "parquet"
+    assert _check(paths, "C.CSV", "C.TSV.ZST").dataset == "csv"
+    assert _check(paths, "D.PARQUET").dataset == "parquet"
     for path in (str(tmp_path), paths["behaviors.parquet"]):
         replay = detect_replay([path])
         assert replay.dataset == "ebnerd" and vars(replay.options)["history"] == (paths["history.parquet"],)

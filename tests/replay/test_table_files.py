@@ -271,6 +271,26 @@ def test_a_file_that_is_not_a_table_is_rejected_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        'bob,"Oslo,5\ncid,"Bonn",6\n',  # as many cells as one row has
+        'bob,5,"Oslo\ncid,6,"Bonn"\n',
+        'bob,5,"Oslo\ncid,6,Bonn\ndan,7,"Rome"\n',
+        'bob,5,"Oslo\r\ncid,6,"Bonn"\r\n',
+    ],
+)
+def test_a_quote_that_only_ends_in_a_later_row_makes_a_bad_row(tmp_path: Path, rows: str) -> None:
+    good = 'ann,1,"Bergen\nNorway"\n'
+    content = f"user,age,city\n{good * 900}{rows}{good}"
+    with pytest.raises(LogError, match=r"a\.csv:1802: expected a quote that ends"):
+        read(tmp_path, ("a.csv", content))
+    (tmp_path / "out").rmdir()
+    found = read(tmp_path, ("a.csv", content), skip_bad=True)
+    assert [row["city"] for row in found] == ["Bergen\nNorway"] * 901
+    assert found[-1][LINE] == 1802 + rows.count("\n")
+
+
 @pytest.mark.parametrize("last", ['"Oslo\nfjord"', '"a ""quote"""', 'a "quote', '"Oslo"'])
 def test_quotes_and_line_breaks_in_the_last_cell_are_read(tmp_path: Path, last: str) -> None:
     for n, end in enumerate(("", "\n", "\r\n\r\n")):

@@ -531,6 +531,12 @@ def test_a_list_of_ids_that_is_no_json_is_rejected_with_its_line(tmp_path: Path,
         import_table([str(tmp_path / "a.csv")], schema, column_map, tmp_path / "log.jsonl")
 
 
+@pytest.mark.parametrize("name", ["log.JSONL", "log.jsonl.GZ"])
+def test_a_log_is_compressed_if_its_name_says_so_in_any_case(tmp_path: Path, name: str) -> None:
+    run_import(tmp_path, table_of([ONE_ROW]), text=MINIMAL_MAP, out=name)
+    assert len(list(JsonlLog([str(tmp_path / name)], LogLineReader(SCHEMA)).open().events)) > 0
+
+
 @pytest.mark.parametrize("name", ["log.jsonl.zst", "log.csv", "log"])
 def test_a_log_is_written_under_a_name_that_can_be_read(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"\.jsonl or \.jsonl\.gz"):

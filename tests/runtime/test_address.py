@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from roostream.errors import ConfigError
 from roostream.runtime.address import (
     check_addresses,
     check_listen,
+    check_redis,
     expand_addresses,
     is_loopback,
+    join_address,
+    parse_address,
     reachable_address,
 )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
 def test_listening_on_loopback_needs_no_permission(host: str) -> None:
-    check_listen("listen", f"{host}:80", insecure=False)
+    check_listen("listen", join_address(host, 80), insecure=False)
     assert is_loopback(host)
 
 
@@ -36,6 +41,34 @@ def test_an_invalid_address_is_named_with_its_key() -> None:
         ConfigError, match=r"^key 'shards': expected an address like '127.0.0.1:7000', got 'b'$"
     ):
         check_addresses("shards", "a:1", "b")
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("::1:9092", "[::1]:9092"),
+        ("fd00::7:6379", "[fd00::7]:6379"),
+        ("fe80::1%eth0:80", "[fe80::1%eth0]:80"),
+    ],
+)
+def test_ipv6_without_brackets_is_refused_and_the_message_has_the_brackets(address: str, meant: str) -> None:
+    """Kafka's client would only wait for it."""
+    for check in (lambda: parse_address(address), lambda: check_addresses("bootstrap", address)):
+        with pytest.raises(ConfigError, match=re.escape(f"'{meant}'")):
+            check()
+    with pytest.raises(ConfigError, match=re.escape(f"'redis://{meant}/0'")):
+        check_redis("redis", f"redis://user:secret@{address}/0")
+    check_addresses("bootstrap", meant)
+    check_redis("redis", f"redis://{meant}/0")
+
+
+@pytest.mark.parametrize("address", ["[::1:9092", "::1]:9092", "[]:1", "[a.b]:1", "a:b:1", "http://a:1"])
+def test_colons_and_brackets_that_are_no_ipv6_address_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="expected an address like"):
+        check_addresses("bootstrap", address)
+    if "/" not in address:
+        with pytest.raises(ConfigError, match="expected redis://"):
+            check_redis("redis", f"redis://{address}")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 from roostream.runtime.flink_restore_points import delete_old_restore_points, newest_restore_point
@@ -15,6 +16,29 @@ def restore_point(flink: Path, name: str, time_s: int, complete: bool = True) ->
         (folder / "_metadata").write_text("x")
         os.utime(folder / "_metadata", (time_s, time_s))
     return folder
+
+
+def metadata(checkpoint: int) -> bytes:
+    """As Flink begins a file `_metadata`: magic number, version of the format, number of the checkpoint."""
+    return struct.pack(">IIq", 0x4960672D, 6, checkpoint)
+
+
+def test_the_number_of_a_checkpoint_decides_within_a_job_whatever_the_clock_said(tmp_path: Path) -> None:
+    """Savepoints of a job are numbered with its checkpoints."""
+    job = "abcdef" + 26 * "0"
+    restore_point(tmp_path, f"checkpoints/{job}/chk-9", 9009)
+    newest = restore_point(tmp_path, f"checkpoints/{job}/chk-10", 6300)
+    assert newest_restore_point(tmp_path) == newest
+    savepoint = restore_point(tmp_path, "savepoints/savepoint-abcdef-0123456789ab", 6200)
+    (savepoint / "_metadata").write_bytes(metadata(11))
+    os.utime(savepoint / "_metadata", (6200, 6200))
+    assert newest_restore_point(tmp_path) == savepoint
+    after = restore_point(tmp_path, f"checkpoints/{job}/chk-12", 6100)
+    assert newest_restore_point(tmp_path) == after
+    of_other_job = restore_point(tmp_path, f"checkpoints/{32 * '1'}/chk-1", 9100)
+    assert newest_restore_point(tmp_path) == of_other_job
+    delete_old_restore_points(tmp_path)
+    assert newest_restore_point(tmp_path) == of_other_job and after.exists() and not savepoint.exists()
 
 
 def test_the_newest_complete_restore_point_is_used(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def batch_of(numbers: list[int], first: int = 0) -> Batch:
 
 
 def partitions() -> PartitionStates:
-    return PartitionStates(AT, samples.schema().tasks, 3_600_000)
+    return PartitionStates(AT, samples.schema().labels, 3_600_000)
 
 
 def test_requests_are_grouped_by_topic_and_partition() -> None:
@@ -65,7 +65,7 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
     assert {k: found[k] for k in METRIC_NAMES} == pytest.approx(
         {k: expected[k] for k in METRIC_NAMES}, rel=1e-12
     )
-    assert metrics_of_snapshots(split.snapshot().values(), samples.schema().tasks).report() == found
+    assert metrics_of_snapshots(split.snapshot().values(), samples.schema().labels).report() == found
     assert all(found[name] == expected[name] for name in ("requests", "first_ms", "last_ms"))
 
 
@@ -97,7 +97,7 @@ def test_a_sample_that_is_repeated_in_a_new_partition_is_not_trained_again() -> 
         dedupe.load(grown[partition].dedupe)
         ids, times = np.array([1, 2, 3, 4, 9]), np.array(batch.close_ms_R[[0, 1, 2, 3, 3]])
         assert dedupe.claim(ids, times).tolist() == [False] * 4 + [True]
-    three = PartitionStates(dict.fromkeys(all_three, 0), samples.schema().tasks, 3_600_000)
+    three = PartitionStates(dict.fromkeys(all_three, 0), samples.schema().labels, 3_600_000)
     three.load(grown)
     assert three.in_turn() == (SAMPLES, 0), "the new partition must not get extra turns"
     assert three.metrics().num_requests == both.metrics().num_requests
@@ -136,7 +136,7 @@ def test_a_snapshot_can_be_loaded_by_another_worker() -> None:
     both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
     cut = both.snapshot()
     assert {partition: state.offset for partition, state in cut.items()} == {(SAMPLES, 0): 2, (SAMPLES, 1): 2}
-    one = PartitionStates({(SAMPLES, 1): 2}, samples.schema().tasks, 3_600_000)
+    one = PartitionStates({(SAMPLES, 1): 2}, samples.schema().labels, 3_600_000)
     one.load(cut)
     assert not one.claim(batch_of([1, 3]).take_requests(np.array([0, 1]))).any(), (
         "the first worker has trained these samples"

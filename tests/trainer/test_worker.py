@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +15,21 @@ from roostream.models.config import DcnConfig, ModelConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import FakeClock
 from roostream.runtime.controller_agent import error_result
 from roostream.runtime.kafka.topics import Partition, flat
 from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart, store_file
+from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
+from roostream.warehouse.sessions.session import SessionSpec
 from tests.golden.test_golden_commit import golden_store
-from tests.runtime.manifest_cases import a_manifest
+from tests.runtime.manifest_cases import a_manifest, an_input
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.trainer.memory_store import MemoryStore
 from trainer.monitoring.progressive_metrics import summarize
+from trainer.sessions.session_source import PhasedSource, SessionSource, open_session
 from trainer.worker import Worker
 
 
@@ -405,6 +410,24 @@ def test_an_intact_commit_of_another_version_is_refused_for_good_and_not_as_dama
     result = harness.do("restore", manifest=manifest.name)
     assert not result["ok"] and result["permanent"] and not result["damaged"]
     assert f"expected {name} of shape" in result["error"]
+
+
+def test_no_commit_is_skipped_because_its_warehouse_is_away(tmp_path: Path) -> None:
+    """The mount point of a warehouse that is not mounted is empty. An older commit needs the same session."""
+    harness = WorkerHarness()
+    session = an_input(
+        table=str(tmp_path), spec=SessionSpec(table=str(tmp_path), version=7, shuffle_seed=None).plain()
+    )
+    committed = dataclasses.replace(harness.committed(), input=session)
+    harness.put(committed)
+
+    def opened(table: TableInput) -> SessionSource:
+        return open_session(table, samples.schema(), PARTITIONS, 1, FakeClock())
+
+    harness.built.loop.source = PhasedSource(harness.built.loop.source, opened)
+    fields = {"partitions": [0, 1], "input": session.plain()}
+    result = harness.do("restore", manifest=committed.name, **fields)
+    assert result["away"] and not result["damaged"] and str(tmp_path) in result["error"]
 
 
 def changed_schema(**feature: Any) -> Schema:

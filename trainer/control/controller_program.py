@@ -54,14 +54,14 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
 
     store, clock = open_checkpoint_store(config.store), SystemClock()
     identity = DeploymentIdentity.connect(config, schema, store, config.num_shards, stop, health)
-    warehouse = WarehouseHistory(config, identity.kafka["topics"], clock) if config.warehouse else None
+    warehouse = WarehouseHistory(config, identity.kafka["topics"], clock)
     controller = Controller(
         Coordinator(coordinator_config(config, identity), clock.monotonic_s()),
         store,
         clock,
         check=identity.check,
         history=lambda committed: history_units(config, committed),
-        open_session=warehouse.newest if warehouse else lambda: None,
+        open_session=warehouse.newest if config.warehouse else lambda: None,
         retention=config.retention,
     )
     targets = ScrapeTargets(config.scrape_urls, clock, workers=controller.worker_metrics_addresses)
@@ -88,9 +88,9 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     threads.start("topic-watch", watch.run, stop)
     if config.idle_hold_ms:
         threads.start("idle-watcher", watch_for_idle, config, controller, clock, stop)
-    if warehouse:
-        handover = warehouse.handover(controller, lambda: oldest_samples(config))
-        threads.start("handover", handover.run, stop)
+    # Also without the setting, which may have been removed while a session is trained.
+    handover = warehouse.handover(controller, lambda: oldest_samples(config))
+    threads.start("handover", handover.run, stop)
     try:
         REGISTRY.register(MetricsCollector(lambda: _metrics(controller.status()), CONTROLLER))
         controller.run(stop, on_turn, _CLOSING_S)

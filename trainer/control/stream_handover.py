@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.runtime.clock import Clock
@@ -18,6 +18,9 @@ from roostream.runtime.kafka.topics import SAMPLES, Progress
 from roostream.runtime.work_unit import TableInput
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
+
+if TYPE_CHECKING:
+    from roostream.warehouse.sessions.sample_table import SampleTable
 
 log = logging.getLogger("roostream.controller")
 
@@ -55,14 +58,14 @@ class StreamHandover:
     def __init__(
         self,
         controller: Controller,
-        newest: Callable[[Progress], TableInput | None],
+        newest: Callable[[TableInput], TableInput | None],
         protect: Callable[[TableInput, int], None],
         oldest: Callable[[], Progress],
         clock: Clock,
         max_records: int,
     ) -> None:
-        """`newest`: a session of the newest version from these offsets on. `protect`: keep a version until
-        this wall time. `oldest`: offsets of the topic's oldest records."""
+        """`newest`: a session of the newest version from the end of this one on. `protect`: keep a version
+        until this wall time. `oldest`: offsets of the topic's oldest records."""
         self.controller, self.newest, self.protect, self.oldest = controller, newest, protect, oldest
         self.clock, self.max_records = clock, max_records
 
@@ -89,7 +92,7 @@ class StreamHandover:
             return
         until_ms = self.clock.now_ms() + PROTECT_MS
         self.protect(session, until_ms)
-        newest = self.newest(session.ends)
+        newest = self.newest(session)
         if newest is None:
             return
         found = margin(session, newest, self.oldest())
@@ -104,34 +107,44 @@ class StreamHandover:
         self.controller.set_following(newest if follows else None)
 
 
+def sample_table(location: str) -> SampleTable:
+    """Raises ConfigError: the packages for reading it are not installed."""
+    try:
+        from roostream.warehouse.sessions.sample_table import SampleTable
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"expected {error.name} to read {location}; pip install 'roostream[warehouse]'"
+        ) from None
+    return SampleTable(location)
+
+
 class WarehouseHistory:
-    """The warehouse named by a controller's settings."""
+    """The warehouse named by a controller's settings. A session that has begun stays with its own: another
+    warehouse may lack what was archived between the session and the stream."""
 
     def __init__(self, config: ControllerConfig, topics: Mapping[str, str], clock: Clock) -> None:
         """`topics`: name → id of the stream that follows. Raises ConfigError: the packages for reading it are
         not installed."""
-        try:
-            from roostream.warehouse.sessions.sample_table import SampleTable
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"expected {error.name} to read {config.warehouse}; pip install 'roostream[warehouse]'"
-            ) from None
         self.config, self.topics, self.clock = config, dict(topics), clock
-        self.table = SampleTable(config.warehouse)
+        if config.warehouse:
+            sample_table(config.warehouse)
 
-    def newest(self, begins: Progress | None = None) -> TableInput | None:
-        """As `SampleTable.newest`; a first session is protected before it is read. Raises ConfigError: there
-        is no table at the configured location, or it is damaged."""
+    def newest(self, after: TableInput | None = None) -> TableInput | None:
+        """A session of the newest version: that of the settings, or a further one `after` one that is
+        trained. A first session is protected before it is read. Raises ConfigError: there is no table at its
+        location, or it is damaged."""
+        location = after.table if after else self.config.warehouse
+        begins = after.ends if after else None
         try:
-            session = self.table.newest(self.config.session, self.topics, begins)
+            session = sample_table(location).newest(self.config.session, self.topics, begins)
         except CheckpointError as error:
-            raise ConfigError(f"warehouse = {self.config.warehouse!r}: {error}") from None
-        if session is not None and not begins:
+            raise ConfigError(f"warehouse = {location!r}: {error}") from None
+        if session is not None and after is None:
             self.protect(session, self.clock.now_ms() + PROTECT_MS)
         return session
 
     def protect(self, session: TableInput, until_ms: int) -> None:
-        self.table.pin_session(session, f"session-{session.digest}", until_ms)
+        sample_table(session.table).pin_session(session, f"session-{session.digest}", until_ms)
 
     def handover(self, controller: Controller, oldest: Callable[[], Progress]) -> StreamHandover:
         """The checks of the stream's offsets; `run` has a thread of its own."""

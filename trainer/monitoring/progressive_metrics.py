@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from roostream.schema.schema import Label
 from roostream.wire.batch import Batch
 from trainer.monitoring.ranking_metrics import (
     RequestScores,
@@ -38,6 +39,7 @@ METRIC_NAMES = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "cali
 SHARED_SCORES = 256
 """Rounded scores a task that each of several workers reports, so that the AUC of all can be computed."""
 _MAX_MERGED_SCORES = 1 << 18
+_EVENT = Label(name="event", action="event")
 _EPSILON = 1e-12  # as in TorchRec: avoids log(0)
 _SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_requests", "auc", "mrr", "ndcg")
 
@@ -50,7 +52,7 @@ class ScoredBatch(NamedTuple):
     weight_BT: np.ndarray
     request_index_B: np.ndarray  # int64, into the R requests, including those without candidates
     time_ms_R: np.ndarray
-    scale_T: Sequence[float] = ()  # `Label.amount_scale`; empty = all are events
+    declared_T: Sequence[Label] = ()  # as the schema declares the labels; empty = all are events
     importance_R: np.ndarray | None = None
     """How many requests each one represents in request metrics, as `weight_BT` already says for candidates;
     None = 1."""
@@ -64,7 +66,7 @@ class ScoredBatch(NamedTuple):
             self.weight_BT[kept_B],
             (np.cumsum(kept_R) - 1)[self.request_index_B[kept_B]],
             self.time_ms_R[kept_R],
-            self.scale_T,
+            self.declared_T,
             None if self.importance_R is None else self.importance_R[kept_R],
         )
 
@@ -82,7 +84,8 @@ class TaskMetrics:
 
     def __init__(self, max_scores: int) -> None:
         self.sums = dict.fromkeys(_SUMS, 0.0)
-        self.absolute_error = self.scale = 0.0  # scale: `Label.amount_scale`
+        self.absolute_error, self.is_probability = 0.0, True
+        self.amount_scale: float | None = None  # as `Label.amount_scale`
         self.scores = ScoreHistogram(max_scores)
 
     def merge(self, other: TaskMetrics) -> None:
@@ -95,35 +98,47 @@ class TaskMetrics:
         return {
             "candidates": int(s["candidates"]),
             "base_rate": base_rate,
-            "ne": None if self.scale else normalized_entropy(s["log_loss"], s["weight"], base_rate),
+            "ne": normalized_entropy(s["log_loss"], s["weight"], base_rate) if self.is_probability else None,
             "auc": self.scores.auc(),
             "auc_error": self.scores.auc_error(),
             "request_auc": ratio(s["auc"], s["ranked_requests"]),
             "mrr": ratio(s["mrr"], s["ranked_requests"]),
             "ndcg@10": ratio(s["ndcg"], s["ranked_requests"]),
-            "calibration": None if self.scale else ratio(s["predicted"], s["positive"]),
-            **({"mae": ratio(self.absolute_error, s["weight"])} if self.scale > 0 else {}),
+            "calibration": ratio(s["predicted"], s["positive"]) if self.is_probability else None,
+            **({} if self.amount_scale is None else {"mae": ratio(self.absolute_error, s["weight"])}),
         }
 
     def state(self) -> dict[str, np.ndarray]:
         sums = np.array([self.sums[name] for name in _SUMS], dtype=np.float64)
-        amount = {"amount": np.array([self.absolute_error, self.scale])} if self.scale else {}
+        amount = {"amount": np.array([*self.amount().values()])} if self.amount() else {}
         return {"sums": sums, **amount, **{f"scores.{k}": v for k, v in self.scores.state().items()}}
 
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        self.sums = dict(zip(_SUMS, state["sums"].tolist(), strict=True))
-        self.absolute_error, self.scale = state.get("amount", np.zeros(2)).tolist()
+    def load(self, state: Mapping[str, np.ndarray], declared: Label | None = None) -> None:
+        """Replace everything, unless the label is `declared` with another objective or scale by now."""
+        absolute_error, scale = state.get("amount", np.zeros(2)).tolist()
+        if declared is not None and scale != _stored_scale(declared.is_probability, declared.amount_scale):
+            return
+        self.sums = dict.fromkeys(_SUMS, 0.0)
+        self.add(absolute_error, scale, **dict(zip(_SUMS, state["sums"].tolist(), strict=True)))
         self.scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
     def amount(self) -> dict[str, float]:
-        """Absolute error and scale; {} for an event."""
-        return {"absolute_error": self.absolute_error, "scale": self.scale} if self.scale else {}
+        """Absolute error and stored scale; {} for an event."""
+        scale = _stored_scale(self.is_probability, self.amount_scale)
+        return {"absolute_error": self.absolute_error, "scale": scale} if scale else {}
 
     def add(self, absolute_error: float = 0.0, scale: float = 0.0, **sums: float) -> None:
+        """`scale`: as stored."""
         self.absolute_error += float(absolute_error)
-        self.scale = self.scale or float(scale)
+        if scale and self.is_probability:
+            self.is_probability, self.amount_scale = False, float(scale) if scale > 0 else None
         for name, value in sums.items():
             self.sums[name] += float(value)
+
+
+def _stored_scale(is_probability: bool, amount_scale: float | None) -> float:
+    """The number for both in commits and heartbeats: 0 = probability, -1 = neither."""
+    return 0.0 if is_probability else -1.0 if amount_scale is None else amount_scale
 
 
 class Metrics:
@@ -196,13 +211,15 @@ class Metrics:
             out |= {f"{name}.{key}": value for key, value in task.state().items()}
         return out
 
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replace everything by a `state`; a task that is new in the schema starts empty."""
+    def load(self, state: Mapping[str, np.ndarray], declared_T: Sequence[Label] = ()) -> None:
+        """Replace everything by a `state`. A task starts empty if it is new in the schema, or if its label is
+        `declared_T` with another objective or scale now."""
+        declared = {label.name: label for label in declared_T}
         self.num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
         for name, task in self.tasks.items():
             task_state = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
             if task_state:
-                task.load(task_state)
+                task.load(task_state, declared.get(name))
 
 
 def update_each(metrics: Sequence[Metrics], of_R: np.ndarray, batch: ScoredBatch) -> None:
@@ -223,13 +240,13 @@ def update_each(metrics: Sequence[Metrics], of_R: np.ndarray, batch: ScoredBatch
         }
         for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
             task.add(**dict(zip(columns, values, strict=True)))
-        scale, errors = batch.scale_T[t] if batch.scale_T else 0.0, [0.0] * len(tasks)
-        if scale > 0:
+        declared, errors = batch.declared_T[t] if batch.declared_T else _EVENT, [0.0] * len(tasks)
+        if (scale := declared.amount_scale) is not None:
             expected_K = np.expm1(score_K.astype(np.float64) * np.log1p(scale))
             error_K = weight_K * np.abs(expected_K - np.clip(label_K, 0, scale))
             errors = np.bincount(of_K, error_K, len(tasks)).tolist()
         for task, error in zip(tasks, errors, strict=True):
-            task.add(absolute_error=error, scale=scale)
+            task.add(absolute_error=error, scale=_stored_scale(declared.is_probability, scale))
         order_K = np.argsort(of_K, kind="stable")
         ends = np.cumsum(np.bincount(of_K, minlength=len(tasks))).tolist()
         sides = ordered(score_K), weight_K * positive_K, weight_K * ~positive_K

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from roostream.schema.schema import Label
 from roostream.wire import roo_pb2 as pb
 from trainer.monitoring.progressive_metrics import ScoredBatch
 from trainer.monitoring.verdict import PairedRequests, request_scores
@@ -18,7 +19,7 @@ def is_scored(prediction: pb.Prediction) -> bool:
 
 
 def scored_batch(
-    predictions: Sequence[pb.Prediction], num_tasks: int, scale_T: Sequence[float] = ()
+    predictions: Sequence[pb.Prediction], num_tasks: int, declared_T: Sequence[Label] = ()
 ) -> ScoredBatch:
     """The scores and labels of predictions as one batch; a label that is not known has weight 0.
     `predictions`: at least one, all scored."""
@@ -39,7 +40,7 @@ def scored_batch(
         weight_BT,
         index_B,
         time_ms_R,
-        scale_T,
+        declared_T,
         importance_R=metric_weight_R,
     )
 
@@ -62,7 +63,7 @@ def add_to_pairs(
             positive_B,
             index_B,
             num_requests,
-            is_probability=not (scored.scale_T and scored.scale_T[0]),
+            is_probability=not scored.declared_T or scored.declared_T[0].is_probability,
         ),
         place_R=place_R,
         time_ms_R=scored.time_ms_R,

@@ -63,7 +63,7 @@ class WindowedMetrics:
         score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
         time_ms_B = batch.close_ms_R[batch.request_index_B[kept_B]]
         counted = _CountedCandidates(partitions.tolist(), partition_B, time_ms_B, watermark_ms)
-        is_event_T = np.array(batch.schema.amount_scales) == 0
+        is_event_T = np.array([label.is_probability for label in batch.schema.labels])
         families = [counted.of(what) for what in (*WINDOWS_MS, ALL)]
         for slicer in self.build_slicers:
             number_B, names = slicer.values(batch)

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ from roostream.cli.output import UpdateProgress
 from roostream.errors import CheckpointError, RoostreamError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
-from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
+from roostream.runtime.checkpoint_store import CheckpointStore, FileStore, sync_path
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.retention import StoreCleaner, read_retention
 from roostream.runtime.store_identity import IDENTITY_NAME, create_store, init_store
@@ -247,45 +248,64 @@ def _no_progress(done: int, total: int | None) -> None:
 
 
 def export(
-    store: CheckpointStore, number: int, home: Path, to: Path, update: UpdateProgress = _no_progress
+    store: CheckpointStore,
+    number: int,
+    home: Path,
+    to: Path,
+    update: UpdateProgress = _no_progress,
+    fsync: Callable[[int], None] = os.fsync,
 ) -> list[str]:
     """Copy and verify one commit into the new directory `to`; returns the names of what was written.
 
     `store/` and `shard-N/segments` are as in a home, so a home on the same Kafka can continue from them.
-    `rows/<stack>-<shard>.safetensors` are for other programs (docs/protocols.md, Exports). After a failure
-    there is no `export.json`, and `to` is not an export.
+    `rows/<stack>-<shard>.safetensors` are for other programs (docs/protocols.md, Exports). `export.json` is
+    written last, when everything else is durable. An error deletes `to`.
 
     Raises:
         CheckpointError: a part is missing or damaged.
         SetupError: `to` exists, or a shard is running whose rows are only in its home.
+        UnavailableError: `to` cannot be written, for example because the disk is full.
     """
+    FileStore(to.parent, fsync=fsync).make_root()
     try:
-        to.mkdir(parents=True)
+        to.mkdir()
     except OSError as error:
         raise SetupError(
             f"{to} cannot be created ({error.strerror}); choose a directory that does not exist"
         ) from None
+    try:
+        written = _export(store, number, home, FileStore(to, fsync=fsync), update)
+        sync_path(to.parent, fsync)
+        return written
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        raise
+
+
+def _export(
+    store: CheckpointStore, number: int, home: Path, to: FileStore, update: UpdateProgress
+) -> list[str]:
     manifest = manifests.load(store, manifests.manifest_name(number)).manifest
     schema = schema_of(store, manifest)
-    store_id = init_store(to / "store")  # a copy that continues on its own is another store
-    copy = FileStore(to / "store")
+    store_id = init_store(to.root / "store")  # a copy that continues on its own is another store
+    copy = FileStore(to.root / "store")
     on_part = _counts_parts(manifest, update)
     files = _copy_files(store, manifest, copy, on_part)
     written = [f"store/{IDENTITY_NAME}", *(f"store/{name}" for name in files)]
-    (to / "rows").mkdir()
     for index in manifest.shards:
         with rows_of(store, manifest, schema, index, home) as (segments, state):
-            written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id, on_part)
+            written += copy_segments(
+                segments, state, to.root / f"shard-{index}" / "segments", store_id, on_part
+            )
             for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
-                file = to / "rows" / f"{stack}-{index}.safetensors"
-                file.write_bytes(tensor_file.encode(block, about))
-                written.append(file.relative_to(to).as_posix())
+                written.append(f"rows/{stack}-{index}.safetensors")
+                to.put(written[-1], tensor_file.encode(block, about))
     states = {i: [s._replace(copy=None) for s in commit_of(manifest, i).segments] for i in manifest.shards}
     copy.put(manifest.name, _with_segments(manifest, states).encode())
     written.append(f"store/{manifest.name}")
     whole = {"format": EXPORT_FORMAT, "seq": number, "version": manifest.version, "files": written}
-    (to / "export.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    to.put("export.json", (json.dumps(whole, indent=2) + "\n").encode())
     return written
 
 
@@ -372,6 +392,7 @@ def copy_segments(
         raise CheckpointError(
             f"expected complete segments, got damaged ones: {', '.join(damaged)}; see `checkpoint verify`"
         )
+    FileStore(to).make_root()  # durable, unlike a directory that RocksDB makes
     copy = RocksDbStore(to).open()
     try:
         copy.write([(STORE_KEY, store_id.encode())], sync=True)

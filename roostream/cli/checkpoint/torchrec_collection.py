@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from roostream.models.config import ModelConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
-from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.checkpoint_store import CheckpointStore, sync_path
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.store_identity import create_store
@@ -105,14 +106,20 @@ def read_ids(path: Path | None) -> dict[str, np.ndarray]:
     return found
 
 
-def write_tensors(files: Mapping[Path, Mapping[str, np.ndarray]]) -> None:
-    """Write new safetensors files, all or none. Raises CheckpointError: one exists or cannot be written."""
+def write_tensors(
+    files: Mapping[Path, Mapping[str, np.ndarray]], fsync: Callable[[int], None] = os.fsync
+) -> None:
+    """Write new safetensors files durably, all or none. Raises CheckpointError: one exists or cannot be
+    written."""
     with contextlib.ExitStack() as on_error:
         for path, tensors in files.items():
             try:
                 with path.open("xb") as file:
                     on_error.callback(path.unlink)
                     file.write(tensor_file.encode(tensors, {}))
+                    file.flush()
+                    fsync(file.fileno())
+                sync_path(path.parent, fsync)
             except OSError as error:
                 raise CheckpointError(
                     f"{path} cannot be written ({error.strerror}); choose a new file"

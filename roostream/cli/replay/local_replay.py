@@ -298,7 +298,7 @@ class _LocalReplay:
         self.others: list[tuple[_Learner, OtherModel]] = []
         for n, file in enumerate(config.model[1:], start=1):
             paired = self.topics.statistics.paired.with_other_model()
-            metrics = PredictionMetrics(schema.tasks, config.measure_from_ms, schema.amount_scales, paired)
+            metrics = PredictionMetrics(schema.tasks, config.measure_from_ms, schema.labels, paired)
             learner = _Learner(
                 config, schema, registry, FileStore(store / str(n)), file, _MetricsOnly(metrics)
             )
@@ -420,7 +420,7 @@ class AsServedScorer:
     def __init__(self, schema: Schema, decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
         """`scores`: probabilities [B, T] with the current weights."""
         self.tasks, self.decoder, self.scores = schema.tasks, decoder, scores
-        self._scale_T = schema.amount_scales
+        self._declared_T = schema.labels
         self._shown: dict[int, _ScoredList] = {}
         self._waiting: list[Record] = []
 
@@ -459,7 +459,7 @@ class AsServedScorer:
             weight_R = np.array([s.weight for s in part])
             weight_BT = np.ones_like(label_BT) * weight_R[index_B][:, None]
             columns = (score_BT, label_BT, weight_BT, index_B, time_ms_R)
-            metrics.update(ScoredBatch(*columns, self._scale_T, weight_R))
+            metrics.update(ScoredBatch(*columns, self._declared_T, weight_R))
         return metrics.report()
 
     def _add_impression(self, record: Record) -> None:

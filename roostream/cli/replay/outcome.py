@@ -155,7 +155,7 @@ class ReplayStatistics:
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0, registry: Registry | None = None) -> None:
         self.paired = PairedRequests()
-        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms, schema.amount_scales, self.paired)
+        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms, schema.labels, self.paired)
         self.baselines = Baselines(schema, measure_from_ms, self.paired, registry=registry)
         self._sampled: set[int] = set()
         self._corrected: Counter[str] = Counter()

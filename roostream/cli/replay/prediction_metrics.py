@@ -9,6 +9,7 @@ import numpy as np
 
 from roostream.errors import WireError
 from roostream.runtime.kafka.topics import PREDICTIONS
+from roostream.schema.schema import Label
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -30,11 +31,11 @@ class PredictionMetrics:
         self,
         tasks: Sequence[str],
         measure_from_ms: int = 0,
-        scale_T: Sequence[float] = (),
+        declared_T: Sequence[Label] = (),
         paired: PairedRequests | None = None,
     ) -> None:
-        """`scale_T`: see `ScoredBatch`. `paired` gets the scores of each request."""
-        self._scale_T, self._paired, self._num_scored = scale_T, paired, 0
+        """`declared_T`: see `ScoredBatch`. `paired` gets the scores of each request."""
+        self._declared_T, self._paired, self._num_scored = declared_T, paired, 0
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
         self._curve = LearningCurve(tasks)
         self._num_tasks = len(tasks)
@@ -66,7 +67,7 @@ class PredictionMetrics:
         self._waiting = []
         if not waiting:
             return
-        scored = scored_batch(waiting, self._num_tasks, self._scale_T)
+        scored = scored_batch(waiting, self._num_tasks, self._declared_T)
         if self._paired is not None:
             add_to_pairs(self._paired, waiting, scored, self._num_scored)
         self._num_scored += len(waiting)

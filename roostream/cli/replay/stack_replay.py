@@ -148,6 +148,17 @@ def _home(config: ReplayConfig) -> Iterator[Path]:
             yield Path(folder)
 
 
+@contextlib.contextmanager
+def _rejections() -> Iterator[None]:
+    """Raise UnavailableError for what Kafka refuses."""
+    try:
+        yield
+    except KafkaException as error:
+        raise UnavailableError(
+            f"Kafka rejected records of the log: {error.args[0].str()}; run the replay again"
+        ) from None
+
+
 class _StackReplay:
     """One run on one stack."""
 
@@ -224,13 +235,15 @@ class _StackReplay:
         producer = clients.producer(
             Broker(self.stack.endpoints.kafka), transactional_id=f"replay-{uuid.uuid4().hex}", **_TRANSACTIONS
         )
-        producer.init_transactions(30)
+        with _rejections():
+            producer.init_transactions(30)
         open_since_s, count = 0.0, 0
         for record in records:
-            if not count:
-                producer.begin_transaction()
-                open_since_s = time.monotonic()
-            self._produce(producer, record)
+            with _rejections():
+                if not count:
+                    producer.begin_transaction()
+                    open_since_s = time.monotonic()
+                self._produce(producer, record)
             count += 1
             if count >= _MAX_TRANSACTION_RECORDS or time.monotonic() - open_since_s > _MAX_TRANSACTION_S:
                 self._commit(producer)
@@ -254,14 +267,13 @@ class _StackReplay:
         """Commit a transaction, with retries. Raises UnavailableError: the records may be missing, so the
         replay must end."""
         for _ in range(10):
-            try:
-                producer.commit_transaction(30)
-                break
-            except KafkaException as error:
-                if not error.args[0].retriable():
-                    raise UnavailableError(
-                        f"Kafka rejected records of the log: {error.args[0].str()}; run the replay again"
-                    ) from None
+            with _rejections():
+                try:
+                    producer.commit_transaction(30)
+                    break
+                except KafkaException as error:
+                    if not error.args[0].retriable():
+                        raise
         else:
             raise UnavailableError(
                 "Kafka did not commit records of the log within 5 minutes; run the replay again"

@@ -102,7 +102,7 @@ class StreamingEvaluation:
             batch, _ = self._decoder.decode(samples[start : start + _AT_ONCE])
             labels = (batch.label_BT, batch.weight_BT)
             columns = (self._scores(batch), *labels, batch.request_index_B, batch.time_ms_R)
-            metrics.update(ScoredBatch(*columns, self._schema.amount_scales, sampling_weights(batch)))
+            metrics.update(ScoredBatch(*columns, self._schema.labels, sampling_weights(batch)))
         self._overall.merge(metrics)
         about = {"window": window.number, "begin_ms": window.begin_ms, "end_ms": window.end_ms}
         self._windows.append({**about, "trained_requests": trained_requests, **metrics.report()})

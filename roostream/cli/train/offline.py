@@ -255,7 +255,7 @@ class _OfflineTraining:
         snapshots: list[PartitionSnapshot] = []
         for part in manifest.workers.values():
             snapshots += read_partitions(self.store, part, ids=False).values()
-        return summarize(metrics_of_snapshots(snapshots, self.schema.tasks).report())
+        return summarize(metrics_of_snapshots(snapshots, self.schema.labels).report())
 
     def _controller(self, session: TableInput) -> Controller:
         in_threads = not self.config.uses_worker_processes

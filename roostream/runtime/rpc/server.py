@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from roostream.errors import RoostreamError, SetupError, UnavailableError, WireError
-from roostream.runtime.address import is_loopback
+from roostream.runtime.address import is_loopback, join_address
 from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.rpc import frames
 from roostream.runtime.rpc import sockets as connections
@@ -97,7 +97,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """`host:port` in use; `start` chooses the port if it was 0."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     @property
     def num_connections(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from tests.param_server.shard_support import (
     small_schema,
     state_of,
 )
+from tests.runtime.full_disk import limited_file_size
 from tests.runtime.manifest_cases import a_part
 from trainer.deployment_identity import check_kafka
 
@@ -232,9 +235,34 @@ def test_a_damaged_commit_is_not_exported(home: OneShardHome, tmp_path: Path) ->
     home.store.put("dense/00000003-1.safetensors", b"x")
     with pytest.raises(CheckpointError, match="it is damaged"):
         checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
-    assert not (tmp_path / "copy" / "export.json").exists()
+    assert not (tmp_path / "copy").exists()
+    (tmp_path / "copy").mkdir()
     with pytest.raises(SetupError, match="that does not exist"):
         checkpoints.export(home.store, 2, home.root, tmp_path / "copy")
+    assert (tmp_path / "copy").is_dir()
+
+
+def test_an_export_to_a_full_disk_leaves_nothing(home: OneShardHome, tmp_path: Path) -> None:
+    with limited_file_size(1 << 9), pytest.raises(UnavailableError, match="free disk space"):
+        checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("part", ["rows/d4-adagrad-0.safetensors", "export.json"])
+def test_every_part_that_cannot_be_synced_fails_the_export(
+    part: str, home: OneShardHome, tmp_path: Path
+) -> None:
+    """Nothing is called complete that a power failure would empty."""
+    pending = tmp_path / "copy" / Path(part).parent
+
+    def refuse(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.parent == pending and path.is_file():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UnavailableError, match="No space left"):
+        checkpoints.export(home.store, 3, home.root, tmp_path / "copy", fsync=refuse)
+    assert not (tmp_path / "copy").exists()
 
 
 def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from roostream.cli.replay.prediction_metrics import PredictionMetrics
+from roostream.schema.schema import Label
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -13,6 +14,8 @@ from tests.wire.sample_builders import parse_schema
 from trainer.monitoring.verdict import RULES, PairedRequests, RequestScores
 
 DAY = 86_400_000
+CLICK = Label(name="click", action="click")
+READ_S = Label(name="read_s", action="read", fold="sum", objective="amount", scale=60.0)
 
 
 def prediction(number: int, time_ms: int, scores: list[float], labels: list[float], tasks: int = 1) -> Record:
@@ -70,7 +73,7 @@ def test_a_label_that_is_not_known_counts_in_no_metric_and_no_comparison() -> No
 
 
 def test_an_amount_has_an_error_in_its_unit_overall_and_by_day() -> None:
-    metrics = PredictionMetrics(("click", "read_s"), scale_T=(0.0, 60.0))
+    metrics = PredictionMetrics(("click", "read_s"), declared_T=(CLICK, READ_S))
     metrics.add(prediction(1, DAY, [0.5, 0.25, 0.5, 0.75], [1, 20, 0, 100], tasks=2))
     report = metrics.report()
     predicted_s = (61**0.25 - 1, 61**0.75 - 1)
@@ -89,7 +92,7 @@ def test_only_events_have_metrics_of_probabilities() -> None:
         for objective in ("event", "weighted", "amount", "pairwise")
     )
     schema = parse_schema(text)
-    metrics = PredictionMetrics(schema.tasks, scale_T=schema.amount_scales)
+    metrics = PredictionMetrics(schema.tasks, declared_T=schema.labels)
     metrics.add(prediction(1, DAY, [0.5] * 4 + [0.25] * 4, [9] * 4 + [0] * 4, tasks=4))
     report = metrics.report()
     assert isinstance(report["overall"], dict) and isinstance(report["curve"], list)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -13,7 +15,12 @@ from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.topics import Progress
 from roostream.runtime.work_unit import TableInput
+from roostream.warehouse.version_pins import pinned_versions
+from roostream.warehouse.warehouse import Warehouse
+from roostream.wire.records import Record
 from tests.runtime.manifest_cases import an_input
+from tests.warehouse.archive_runs import TOPIC_IDS, make_archiver, make_topic_records
+from tests.warehouse.sample_cases import rich_schema
 from trainer.config import ControllerConfig
 from trainer.control.stream_handover import (
     PROTECT_MS,
@@ -81,8 +88,8 @@ class HandoverHarness:
             max_records,
         )
 
-    def _newest(self, begins: Progress) -> TableInput | None:
-        self.requested_begins.append(begins)
+    def _newest(self, after: TableInput) -> TableInput | None:
+        self.requested_begins.append(after.ends)
         return self.newest
 
 
@@ -168,14 +175,46 @@ def test_a_failed_check_is_repeated_within_seconds() -> None:
     assert harness.controller.followed == [NEWER]
 
 
+def history_of(warehouse: str, topics: Mapping[str, str] = MappingProxyType({})) -> WarehouseHistory:
+    files = {"schema": "s.toml", "store": "store", "warehouse": warehouse}
+    config = ControllerConfig(bootstrap="k:1", listen="127.0.0.1:0", num_shards=1, **files)  # type: ignore[arg-type]
+    return WarehouseHistory(config, topics or {"samples": "id"}, FakeClock(1000))
+
+
+def archive(location: Path, records: list[Record]) -> None:
+    archiver, reader, _ = make_archiver(location, records)
+    archiver.open()
+    while not reader.at_end():
+        archiver.turn(0.0)
+    archiver.flush()
+
+
+@pytest.mark.parametrize("setting", ["", "another"])
+def test_a_session_ends_with_the_warehouse_in_which_it_began(setting: str, tmp_path: Path) -> None:
+    """A controller with another setting `warehouse` would neither keep the session's files nor find what was
+    archived after it."""
+    began, records = tmp_path / "began", make_topic_records(rich_schema(), 20)
+    archive(began, [record for record in records if record.offset < 10])
+    session = history_of(str(began), TOPIC_IDS).newest()
+    assert session is not None
+    archive(began, records)
+    controller, history = FakeController(), history_of(setting and str(tmp_path / setting), TOPIC_IDS)
+    controller.now = session
+    handover = history.handover(controller, lambda: {("samples", 0): 15})  # type: ignore[arg-type]
+    handover.check()
+    (following,) = controller.followed
+    assert following is not None and following.table == str(began) and following.begins == session.ends
+    store = Warehouse(began).store
+    assert pinned_versions(store, "samples", 1000) == {session.version, following.version}
+    assert not (tmp_path / "another").exists()
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_location_without_a_table_is_a_config_error(exists: bool, tmp_path: Path) -> None:
     """A restart cannot repair a wrong setting, so the error must differ from that of an unavailable store."""
     location = tmp_path / "archive"
     if exists:
         location.mkdir()
-    files = {"schema": "s.toml", "store": "store", "warehouse": str(location)}
-    config = ControllerConfig(bootstrap="k:1", listen="127.0.0.1:0", num_shards=1, **files)  # type: ignore[arg-type]
-    history = WarehouseHistory(config, {"samples": "id"}, FakeClock(1000))
+    history = history_of(str(location))
     with pytest.raises(ConfigError, match=rf"^warehouse = '{location}': .*/archive/samples "):
         history.newest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roostream.schema.schema import Label, Objective
 from trainer.monitoring.progressive_metrics import (
     SHARED_SCORES,
     DailyMetrics,
@@ -237,10 +239,35 @@ def summary(metrics: Metrics) -> dict[str, object]:
     return metrics.mergeable_summary(SHARED_SCORES)
 
 
+def read_s(objective: Objective, scale: float = 60.0) -> Label:
+    return Label(name="read_s", action="read", fold="sum", objective=objective, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (read_s("amount"), read_s("amount", 120.0)),
+        (read_s("event"), read_s("amount")),
+        (read_s("amount"), read_s("event")),
+        (read_s("weighted"), read_s("amount")),
+    ],
+)
+def test_a_label_with_another_objective_or_amount_scale_is_measured_anew(before: Label, now: Label) -> None:
+    old, loaded, fresh, unchanged = (Metrics(["read_s"]) for _ in range(4))
+    old.update(random_batch(3)._replace(declared_T=[before]))
+    loaded.load(old.state(), [now])
+    for metrics in (loaded, fresh):
+        metrics.update(random_batch(4)._replace(declared_T=[now]))
+    assert loaded.report()["tasks"] == fresh.report()["tasks"]
+    assert loaded.report()["requests"] == 2 * 40, "requests count on"
+    unchanged.load(old.state(), [before])
+    assert unchanged.report() == old.report()
+
+
 def test_the_absolute_error_of_an_amount_is_in_its_unit_and_is_merged_and_saved() -> None:
     batch = random_batch(3)
     label = np.random.default_rng(0).exponential(20.0, batch.score_BT.shape).astype(np.float32)
-    batch = batch._replace(label_BT=label, scale_T=[60.0])
+    batch = batch._replace(label_BT=label, declared_T=[read_s("amount")])
     predicted = np.expm1(batch.score_BT.astype(np.float64) * math.log1p(60))
     expected = pytest.approx(np.abs(predicted - np.minimum(label, 60)).mean())
     whole, left, right, loaded = (Metrics(["read_s"]) for _ in range(4))
@@ -257,17 +284,19 @@ def test_the_absolute_error_of_an_amount_is_in_its_unit_and_is_merged_and_saved(
     assert "mae" not in event.report() and "click.amount" not in event.state()
 
 
-@pytest.mark.parametrize("scale", [60.0, -1.0])
-def test_a_score_that_is_no_probability_has_no_entropy_also_when_merged_and_saved(scale: float) -> None:
+@pytest.mark.parametrize("objective", ["amount", "weighted"])
+def test_a_score_that_is_no_probability_has_no_entropy_also_when_merged_and_saved(
+    objective: Any,
+) -> None:
     whole, other, loaded = (Metrics(["read_s"]) for _ in range(3))
     for metrics, seed in ((whole, 3), (other, 4)):
-        metrics.update(random_batch(seed)._replace(scale_T=[scale]))
+        metrics.update(random_batch(seed)._replace(declared_T=[read_s(objective)]))
     loaded.load(whole.state())
     merged = merge_summaries([summary(whole), summary(other)])
     for report in (whole.report(), loaded.report(), merged):
         task = report["tasks"]["read_s"]
         assert task["ne"] is None and task["calibration"] is None and task["request_auc"] is not None
-        assert ("mae" in task) == (scale > 0)
+        assert ("mae" in task) == (objective == "amount")
 
 
 def test_merged_metrics_and_summaries_equal_those_of_one_worker() -> None:
