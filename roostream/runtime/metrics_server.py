@@ -235,7 +235,7 @@ class _Handler(WSGIRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.wfile = _Answer(self.wfile)
+        self.wfile = _Answer(self.wfile)  # type: ignore[assignment]
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: one line a probe would be most of the log."""
