@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, SetupError, WireError
 from roostream.replay.events import Event, Request
-from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
+from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns, plain
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import damaged_file, parquet_file
 from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_table_time_ms
@@ -147,7 +147,7 @@ def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_ma
                 raise ConfigError(text)
             numbers = numeric_columns(column_map, schema, file.schema_arrow)
             for column in wanted:
-                kind = numbers.get(column, file.schema_arrow.field(column).type)
+                kind = numbers.get(column) or plain(file.schema_arrow.field(column).type)
                 columns[column] = _common_type(path, column, columns.get(column, kind), kind)
             num_rows += file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
@@ -163,8 +163,7 @@ def _common_type(path: str, column: str, before: pa.DataType, kind: pa.DataType)
     """
     if kind == before:
         return kind
-    kinds = [k.value_type if pa.types.is_dictionary(k) else k for k in (before, kind)]
-    kinds = [pa.timestamp(k.unit) if pa.types.is_timestamp(k) else k for k in kinds]  # in UTC without a zone
+    kinds = [pa.timestamp(k.unit) if pa.types.is_timestamp(k) else k for k in (before, kind)]  # in UTC
     kinds = [pa.int8() if pa.types.is_boolean(k) else k for k in kinds]
     try:
         fields = [pa.schema([(column, k)]) for k in kinds]
