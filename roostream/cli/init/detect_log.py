@@ -399,7 +399,10 @@ def _flat(
     numbering = [n for n in free if _is_numbering(columns[n])]
     free = [n for n in free if n not in (*times, *numbering)]
     event, shown = _event(columns, free)
-    request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]
+    owner = roles["user"] or roles["session"]
+    request = [roles["request"]] if roles["request"] else [c for c in (owner, roles["time"]) if c]
+    # `import table` never puts rows of several users or sessions into one request.
+    identity = [*dict.fromkeys([*request, *filter(None, (roles["user"], roles["session"]))])]
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
     if event:
         counts = Counter(str(row[event]) for row in rows if row.get(event) not in (None, "", *shown))
@@ -420,9 +423,9 @@ def _flat(
         assumed.append(f"a row is a request, with an entry for each shown item in {names}")
     used = {event, *map(_column, actions.values())}
     if not roles["position"]:
-        roles["position"] = _places(rows, request, [n for n in free if n not in used])
+        roles["position"] = _places(rows, identity, [n for n in free if n not in used])
         free = [n for n in free if n != roles["position"]]
-    shown_columns, sides, lengths = _columns(rows, tuple(request))
+    shown_columns, sides, lengths = _columns(rows, identity)
     late = _late_columns(rows, [n for n in free if n not in used], actions)
     assumed += [
         f"column {n!r} has values only where a user acted: it is known too late for a feature and left out"
@@ -434,7 +437,7 @@ def _flat(
         for n in free
         if columns[n].present and not shown_columns[n].present
     ]
-    unique = _unique_columns(rows, request, shown_columns, sides, free)
+    unique = _unique_columns(rows, identity, shown_columns, sides, free)
     assumed += unique.values()
     features = [
         dataclasses.replace(
@@ -454,8 +457,10 @@ def _flat(
     column_map["features"] = {f.name: f.column for f in features if f.name != f.column}
     column_map["actions"] = actions
     named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
+    named += [] if roles["user"] else ["no column is recognized as the user; if one is, use --user COLUMN"]
     if not roles["request"]:
         named.append(f"rows with equal {' and '.join(request)} are one request")
+    assumed += [f"column {n!r} is empty, so it is left out" for n in free if not columns[n].present]
     assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
     assumed += [f"column {n!r} has the numbers of the rows, so it is left out" for n in numbering]
     if len(lengths) > 0.9 * len(rows):

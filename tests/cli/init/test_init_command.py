@@ -18,13 +18,16 @@ from click.testing import CliRunner, Result
 
 from roostream.cli.init import init_command
 from roostream.cli.init.init_command import init
+from roostream.cli.replay import check_command
 from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
 from roostream.models.config import RankerConfig
 from roostream.models.ranker import rate_rank
 from roostream.replay import parquet_log
+from roostream.replay.config import CheckConfig
 from roostream.replay.import_map import load_map
 from roostream.replay.table_import import import_table
+from roostream.runtime.program import Stop
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema, schema_from_dict
 
@@ -329,14 +332,45 @@ def test_a_column_that_numbers_each_list_is_the_position_and_no_feature(
     assert ("slot" in {f.name for f in load_written_schema().nro}) is not is_position
 
 
-def test_a_log_without_users_and_sessions_has_no_history() -> None:
+def test_a_log_without_users_has_the_history_of_its_sessions_or_none() -> None:
     lines = [{key: value for key, value in line.items() if key != "user_id"} for line in make_log()]
     write_lines("log.jsonl", lines)
     run("anonymous", "--from", "log.jsonl")
     assert not {"history", "history_len"} & {f.name for f in load_written_schema("anonymous").ro}
-    write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
+    later = [line | {"request_id": "r2", "time": T0 + 60_000, "session_id": 5} for line in lines]
+    write_lines("log.jsonl", [line | {"session_id": 5} for line in lines] + later)
     run("sessions", "--from", "log.jsonl")
-    assert {"history", "history_len"} <= {f.name for f in load_written_schema("sessions").ro}
+    schema = load_written_schema("sessions")
+    assert {"history", "session_history_len"} <= {f.name for f in schema.ro}
+    config = CheckConfig(schema="sessions/schema.toml", log=("log.jsonl",))
+    assert check_command.check(config, Stop())["log"]["features"]["history"]["max"] == 1
+
+
+@pytest.mark.parametrize(
+    "names", ["session_id,time", "user_id,time", "user_id,request_id", "session_id,request_id"]
+)
+def test_lists_of_two_visitors_with_equal_times_or_ids_are_two_requests(names: str) -> None:
+    owner, key = names.split(",")
+    rows = [
+        f"{T0 // 1000 + second},{who},{second},i{n},{who * 3},{n % 2}"
+        for second in range(60)
+        for who in (1, 2)
+        for n in range(3)
+    ]
+    first = f"at,{owner},{key.replace('time', 'noise')},item,page_no,clicked"
+    Path("rows.csv").write_text("\n".join([first, *rows]) + "\n")
+    output = run("shop", "--from", "rows.csv").output
+    schema = load_written_schema()
+    counts = import_table(["rows.csv"], schema, load_map("shop/map.toml", schema), Path("log.jsonl"))
+    assert "120 requests with 360 candidates" in output and counts.requests == 120
+    assert "page_no" in {f.name for f in schema.ro}
+
+
+def test_a_flat_table_without_a_known_user_says_so() -> None:
+    Path("rows.csv").write_text("ts,reader,item,empty,clicked\n" + "1717200000,7,i1,,1\n1717200000,7,i2,,0\n")
+    output = run("shop", "--from", "rows.csv").output
+    assert "--user" in output and "column 'empty' is empty" in output
+    assert "--user" not in run("other", "--from", "rows.csv", "--user", "reader").output
 
 
 @pytest.mark.parametrize("form", ["jsonl", "table"])
