@@ -33,8 +33,8 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
 
 @contextlib.contextmanager
 def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. Raises ConfigError: the file does not exist, cannot be read, is not Parquet, or has
-    columns that Arrow cannot read or convert."""
+    """Open a Parquet file. Raises ConfigError: the file does not exist, cannot be read, is not Parquet, or
+    has columns that Arrow cannot read or convert."""
     with open_file(path) as file:
         try:
             parquet = pq.ParquetFile(file)

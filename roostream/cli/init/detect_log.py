@@ -401,8 +401,7 @@ def _flat(
     event, shown = _event(columns, free)
     owner = roles["user"] or roles["session"]
     request = [roles["request"]] if roles["request"] else [c for c in (owner, roles["time"]) if c]
-    # `import table` never puts rows of several users or sessions into one request.
-    identity = [*dict.fromkeys([*request, *filter(None, (roles["user"], roles["session"]))])]
+    identity = [*request, *filter(None, (roles["user"], roles["session"]))]  # as `import table` has it
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
     if event:
         counts = Counter(str(row[event]) for row in rows if row.get(event) not in (None, "", *shown))
@@ -460,9 +459,10 @@ def _flat(
     named += [] if roles["user"] else ["no column is recognized as the user; if one is, use --user COLUMN"]
     if not roles["request"]:
         named.append(f"rows with equal {' and '.join(request)} are one request")
-    assumed += [f"column {n!r} is empty, so it is left out" for n in free if not columns[n].present]
-    assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
-    assumed += [f"column {n!r} has the numbers of the rows, so it is left out" for n in numbering]
+    left_out = {"is empty, so it": [n for n in free if not columns[n].present]}
+    left_out |= {"is a time, which is no kind of feature, so it": times}
+    left_out |= {"has the numbers of the rows, so it": numbering}
+    assumed += [f"column {n!r} {why} is left out" for why, names in left_out.items() for n in names]
     if len(lengths) > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(

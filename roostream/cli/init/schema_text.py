@@ -106,8 +106,8 @@ def _ids(log: FoundLog, own: set[str]) -> Iterator[str]:
             who, online = "session", "session_history"
             counters = _session_counter(online, "history") + _session_counter(f"{online}_len", "length")
         yield (
-            f"# The {who}'s newest clicks, which candidates attend to: 16 bytes in Redis for each entry, and\n"
-            f"# the time of an attention over the list.\n{counters}"
+            f"# The {who}'s newest clicks, which candidates attend to: 16 bytes in Redis for each entry,\n"
+            f"# and the time of an attention over the list.\n{counters}"
             '[[ro]]\nname = "history"\nkind = "sequence"\ntable = "item"\nmax_len = 50\n'
             f'columns = {{ time = "time_ms" }}\nonline = "{online}"'
         )
