@@ -39,7 +39,7 @@ from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns, plain
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import damaged_file, parquet_file
-from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_table_time_ms
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_NUMBER_MS, parse_table_time_ms
 from roostream.replay.table_files import LINE, as_parquet, first_text, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
@@ -302,9 +302,9 @@ def _requests(
                         f"column {column_map.time!r}: expected a time, got none that can be read"
                     )
             time_ms = int(begin_ms_U[number_N[first]])
-            if not EARLIEST_MS <= time_ms <= LATEST_MS:
+            if not EARLIEST_MS <= time_ms <= LATEST_NUMBER_MS:
                 raise ValueError(
-                    f"column {column_map.time!r}: expected a time in the years 1980 to 9999, got {time_ms} "
+                    f"column {column_map.time!r}: expected a time in the years 1980 to 2299, got {time_ms} "
                     f"ms since 1970 by time_unit = {column_map.time_unit!r}; correct it in the map, or "
                     "the time"
                 )

@@ -457,11 +457,12 @@ def _flat(
     column_map["actions"] = actions
     named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
     named += [] if roles["user"] else ["no column is recognized as the user; if one is, use --user COLUMN"]
-    if not roles["request"]:
-        named.append(f"rows with equal {' and '.join(request)} are one request")
-    left_out = {"is empty, so it": [n for n in free if not columns[n].present]}
-    left_out |= {"is a time, which is no kind of feature, so it": times}
-    left_out |= {"has the numbers of the rows, so it": numbering}
+    named += [] if roles["request"] else [f"rows with equal {' and '.join(request)} are one request"]
+    left_out = {
+        "is empty, so it": [n for n in free if not columns[n].present],
+        "is a time, which is no kind of feature, so it": times,
+        "has the numbers of the rows, so it": numbering,
+    }
     assumed += [f"column {n!r} {why} is left out" for why, names in left_out.items() for n in names]
     if len(lengths) > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")

@@ -231,6 +231,16 @@ def test_the_unit_of_times_is_found(factor: float, unit: str) -> None:
     assert [line["time"] for line in found if line["type"] == "impression"] == [T0 + 123, T0 + 1123]
 
 
+@pytest.mark.parametrize("digits", ["%Y%m%d%H%M", "%Y%m%d%H%M%S", "%Y%m%d%H%M%S000"])
+def test_dates_in_digits_are_never_read_as_numbers_since_1970(digits: str) -> None:
+    first = datetime.datetime(2024, 6, 1, 12)
+    times = [(first + datetime.timedelta(hours=n)).strftime(digits) for n in range(40)]
+    rows = [f"{time},u{n % 3},i{n},{n % 2}" for n, time in enumerate(times)]
+    Path("rows.csv").write_text("\n".join(["ts,user_id,item_id,clicked", *rows]) + "\n")
+    with pytest.raises(ConfigError, match=f"expected times such as.*{times[-1]}"):
+        run("shop", "--from", "rows.csv")
+
+
 def test_columns_of_other_types_are_read_or_reported() -> None:
     day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
     more = {
