@@ -40,7 +40,8 @@ _MIN_SHARE_OF_ROWS = 0.95  # with lists of equal lengths; the import refuses the
 _MIN_UNIQUE = 100  # values that may be all different by chance
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
-    "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
+    "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id viewer_id "
+    "viewer reader_id reader shopper_id subscriber_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
     "content_id document_id doc_id listing_id ad_id track_id song_id",
     "request": "request_id request req_id impression_id impression list_id search_id query_id page_view "
@@ -50,6 +51,7 @@ _ROLES = {
     "position": "position pos",
     "propensity": "propensity propensity_score",
 }
+_IDS = re.compile(r"_(uuid|guid|hash|key)$")  # `user_uuid` is a `user_id`
 _CHOSEN = ("user", "item", "request", "time")  # roles with a flag
 _ACTION = re.compile(
     r"(is_|has_)?(click(ed)?|tap(ped)?|open(ed)?|like[ds]?|hate[ds]?|follow(ed)?|comment(ed)?|forward(ed)?|share[ds]?|"
@@ -659,14 +661,16 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
         return given
     names = _ROLES[role].split()
     fits = [
-        n for n, v in columns.items() if _snake(n) in names and n not in choices.ignore and _fits(role, v)
+        n
+        for n, v in columns.items()
+        if _IDS.sub("_id", _snake(n)) in names and n not in choices.ignore and _fits(role, v)
     ]
     if not fits and role == "time":
         fits = [n for n, v in columns.items() if n not in choices.ignore and v.time_unit()]
         if not fits and (named := [v for n, v in columns.items() if _snake(n) in names and v.present]):
             raise _no_times(path, named[0])
-    if exact := [n for n in fits if _snake(n) == names[0]]:
-        fits = exact
+    for usual in ([names[0]], names):  # before names such as `user_uuid`
+        fits = [n for n in fits if _snake(n) in usual] or fits
     if len(fits) > 1:
         raise ConfigError(
             f"{path}: {' and '.join(map(repr, fits))} may be the {role}; "

@@ -143,5 +143,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def number(value: object) -> str:
-    """The value as text, a float with four decimals."""
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    """The value as text, a float with four decimals, or four digits if it is very small or large."""
+    if not isinstance(value, float):
+        return "–" if value is None else str(value)
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -376,11 +376,21 @@ def test_lists_of_two_visitors_with_equal_times_or_ids_are_two_requests(names: s
     assert "page_no" in {f.name for f in schema.ro}
 
 
+@pytest.mark.parametrize("name", ["customer_uuid", "userHash", "viewer_id", "reader"])
+def test_a_column_with_a_usual_name_of_users_is_the_user(name: str) -> None:
+    Path("rows.csv").write_text(f"ts,{name},item,clicked\n1717200000,u7,i1,1\n1717200000,u7,i2,0\n")
+    assert f"column {name!r} is the user" in run("shop", "--from", "rows.csv").output
+    Path("rows.csv").write_text(
+        f"ts,{name},user_id,item,clicked\n1,u7,5,i1,1\n1,u7,5,i2,0\n".replace("1,u7", f"{T0},u7")
+    )
+    assert "column 'user_id' is the user" in run("both", "--from", "rows.csv").output
+
+
 def test_a_flat_table_without_a_known_user_says_so() -> None:
-    Path("rows.csv").write_text("ts,reader,item,empty,clicked\n" + "1717200000,7,i1,,1\n1717200000,7,i2,,0\n")
+    Path("rows.csv").write_text("ts,who,item,empty,clicked\n" + "1717200000,7,i1,,1\n1717200000,7,i2,,0\n")
     output = run("shop", "--from", "rows.csv").output
     assert "--user" in output and "column 'empty' is empty" in output
-    assert "--user" not in run("other", "--from", "rows.csv", "--user", "reader").output
+    assert "--user" not in run("other", "--from", "rows.csv", "--user", "who").output
 
 
 @pytest.mark.parametrize("form", ["jsonl", "table"])

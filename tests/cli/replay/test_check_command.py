@@ -83,6 +83,18 @@ def test_the_advice_about_priors_counts_requests_by_their_sampling_weight(tmp_pa
     assert [text for text in report["warnings"] if "set prior = 0.0033" in text]
 
 
+def test_very_small_and_very_large_numbers_are_readable(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [make_impression(n) for n in range(2)]
+    for line, price in zip(lines, (2.5e-5, 3.4e38), strict=True):
+        line["candidates"] = [{"item_id": 1, "price": price}]
+    check(tmp_path, *lines)
+    assert "values 2.5e-05 to 3.4e+38, mean 1.7e+38" in " ".join(
+        capfd.readouterr().out.replace("│", "").split()
+    )
+
+
 def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = [
         *(make_impression(n) for n in range(20)),
