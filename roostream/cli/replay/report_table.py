@@ -135,7 +135,8 @@ def _models(report: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _values(m: Mapping[str, Any]) -> str:
-    return "  ".join(f"{k} {number(m.get(k))}" for k in _SHOWN)
+    shown = [*_SHOWN, *(["mae"] if "mae" in m else [])]  # of an amount
+    return "  ".join(f"{k} {number(m.get(k))}" for k in shown)
 
 
 def _listed(counts: Mapping[str, int]) -> str:
