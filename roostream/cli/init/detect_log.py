@@ -33,7 +33,9 @@ from roostream.replay.table_files import LINE, LISTS, as_parquet, form_of
 from roostream.replay.table_log import OF_ENGAGEMENTS
 from roostream.schema.settings import SettingError, check_name
 
-MAX_LINES = 200_000
+MAX_LINES = 200_000  # of each file
+MAX_CELLS = 5_000_000  # of all files; a million need about 8 s and 150 MB
+_ROWS = 8192  # of a Parquet file at once
 _CHANCE = 1e-6
 _MIN_PLACES = 10  # rows in lists of several items
 _MIN_SHARE_OF_ROWS = 0.95  # with lists of equal lengths; the import refuses the other rows
@@ -136,7 +138,7 @@ class Choices:
 
 
 def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
-    """Read the first 200,000 lines or rows of each file, and find what they are.
+    """Read the first lines or rows of each file, up to MAX_LINES and MAX_CELLS, and find what they are.
 
     Raises:
         ConfigError: a file cannot be read, has another form, or is ambiguous; names the flag that decides.
@@ -206,9 +208,10 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
     actions, requests, candidates, longest, complete = Counter[str](), 0, 0, 0, True
     items, users, sessions = ColumnValues("item_id"), ColumnValues("user_id"), ColumnValues("session_id")
     for path in paths:
+        cells = 0
         with open_file(path) as file:
             for number, raw in enumerate(file, 1):
-                if number > MAX_LINES:
+                if number > MAX_LINES or cells > MAX_CELLS // len(paths):
                     complete = False
                     break
                 line = _decode(raw, f"{path}:{number}") if raw.strip() else {}
@@ -220,6 +223,7 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                     sessions.add(line.get("session_id"))
                     rows = _candidate_rows(line.get("candidates"), f"{path}:{number}")
                     candidates, longest = candidates + len(rows), max(longest, len(rows))
+                    cells += sum(map(len, rows))
                     _add(sides["ro"], line.get("ro") or {})
                     for row in rows:
                         items.add(row.get("item_id"))
@@ -381,7 +385,7 @@ def _row_per_item(rows: Sequence[dict[str, Any]], lists: _ItemLists) -> tuple[li
             own = {name: None if row.get(name) is None else _number(row[name][n]) for name in lists.each}
             own |= {name: item in _as_list(row.get(name)) for name in lists.chosen}
             out.append(row | own)
-        if len(out) >= MAX_LINES:
+        if len(out) >= min(MAX_LINES, MAX_CELLS // len(row)):
             return out, number == len(rows)
     return out, True
 
@@ -711,7 +715,10 @@ def _columns(
         lengths[key] += 1
         other = first.setdefault(key, row)
         for name, value in row.items():
-            columns.setdefault(name, ColumnValues(name)).add(value)
+            values = columns.get(name)
+            if values is None:
+                values = columns[name] = ColumnValues(name)
+            values.add(value)
             if other.get(name) != value:
                 varies.add(name)
     has_lists = len(first) < len(rows)
@@ -784,14 +791,14 @@ def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Sc
     for path in paths:
         with parquet_file(path) as file:
             types = types or file.schema_arrow
-            taken = 0
+            left = max(1, min(MAX_LINES, MAX_CELLS // (len(file.schema_arrow.names) * len(paths))))
+            complete &= file.metadata.num_rows <= left
             try:
-                for batch in file.iter_batches():
-                    found = times_in_ms(pa.Table.from_batches([batch])).to_pylist()
-                    taken += len(found)
+                for batch in file.iter_batches(min(left, _ROWS)):
+                    found = times_in_ms(pa.Table.from_batches([batch[:left]])).to_pylist()
+                    left -= len(found)
                     rows += [{n: _number(cell) for n, cell in row.items() if n != LINE} for row in found]
-                    if taken >= MAX_LINES:
-                        complete = False
+                    if not left:
                         break
             except (pa.ArrowInvalid, OSError) as error:
                 raise damaged_file(path, error) from None

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import datetime
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from roostream.cli.init import init_command
+from roostream.cli.init import detect_log, init_command
 from roostream.cli.init.init_command import init
 from roostream.cli.replay import check_command
 from roostream.errors import ConfigError
@@ -384,6 +385,28 @@ def test_a_column_with_a_usual_name_of_users_is_the_user(name: str) -> None:
         f"ts,{name},user_id,item,clicked\n1,u7,5,i1,1\n1,u7,5,i2,0\n".replace("1,u7", f"{T0},u7")
     )
     assert "column 'user_id' is the user" in run("both", "--from", "rows.csv").output
+
+
+@pytest.mark.parametrize("form", ["table", "lists", "lines"])
+def test_of_large_files_only_the_first_rows_are_read(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_log, "MAX_CELLS", 2400)
+    for name in ("a", "b"):
+        lines: list[dict[str, Any]] = []
+        for n in range(200):
+            key = {"request_id": f"{name}{n}", "user_id": n % 7 + 1, "time": T0}
+            shown = [{"item_id": f"i{n % 9 + k}", "price": 1.5 * k} for k in range(4)]
+            if form == "table":
+                lines += [{**key, **item, "clicked": k % 2} for k, item in enumerate(shown)]
+            elif form == "lists":
+                items = [item["item_id"] for item in shown]
+                lines.append({**key, "item_ids": items, "clicked": items[:1]})
+            else:
+                lines.append({**key, "type": "impression", "candidates": shown})
+                lines.append({**key, "type": "engagement", "item_id": "i1", "action": "click"})
+        write_lines(f"{name}.jsonl", lines)
+    output = run("shop", "--from", "a.jsonl", "b.jsonl").output
+    [requests] = re.findall(r"([0-9]+) requests with", output)
+    assert "only the first rows" in output and 40 <= int(requests) < 400
 
 
 def test_a_flat_table_without_a_known_user_says_so() -> None:
