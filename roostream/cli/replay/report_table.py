@@ -144,7 +144,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def number(value: object) -> str:
-    """The value as text, a float with four decimals, or four digits if it is very small or large."""
+    """The value as text, a float with four decimals, or with four digits below 0.001 and from 1e9 on."""
     if not isinstance(value, float):
         return "–" if value is None else str(value)
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e9 else f"{value:.4g}"
