@@ -715,7 +715,8 @@ class Join:
                 request.num_orphans -= 1
                 step.state.counts.num_orphans -= 1
         if request.time_ms > event.time_ms + timeout_ms:
-            error = f"no impression of its request arrived within {timeout_ms} ms"
+            error = f"no impression of its request arrived within {timeout_ms} ms, or it closed more than "
+            error += f"{self.rules.late_horizon_ms} ms before"
             step.outputs.append(dead_event(step.key, event, "no_request", error))
             _mark_seen(step.state, request_id, request, event, forgotten=True)
         else:

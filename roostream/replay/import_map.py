@@ -207,7 +207,7 @@ def check_types(
     for key, column, expected, fits in expectations:
         if arrow.names.count(column) > 1:
             raise ConfigError(f"{path}: two columns are named {column!r}; rename one")
-        if not fits(kind := _plain(arrow.field(column).type)):
+        if not fits(kind := plain(arrow.field(column).type)):
             text = f"{path}: column {column!r} ({key}): expected {expected}, got {kind}{example(column)}"
             raise ConfigError(f"{text}; convert the column")
 
@@ -287,7 +287,8 @@ def numeric_columns(column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> 
     return found
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def plain(kind: pa.DataType) -> pa.DataType:
+    """The type of values that may be categories, such as those of pandas: that of the categories."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
@@ -344,7 +345,7 @@ def _is_list_of(
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not is_list and not or_plain:
             return bool(pa.types.is_null(kind))
-        inner = _plain(kind.value_type) if is_list else kind
+        inner = plain(kind.value_type) if is_list else kind
         is_decimal = pa.types.is_decimal(inner) and is_list  # inside lists nothing is cast
         return not is_decimal and any(fit(inner) for fit in fits)
 

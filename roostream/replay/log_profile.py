@@ -32,7 +32,8 @@ class LogProfile:
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        self.num_impressions = self.num_candidates = self.num_with_repeats = self.num_anonymous = 0
+        self.num_impressions = self.num_candidates = self.num_with_repeats = 0
+        self.num_anonymous = self.num_without_user = 0
         self.first_ms = self.last_ms = 0
         self.num_unlogged_clicks = (0, 0)  # before the log begins, and after
         self.actions: Counter[str] = Counter()
@@ -54,6 +55,7 @@ class LogProfile:
         self.num_impressions += 1
         self.num_candidates += num_rows
         self.num_anonymous += not (event.user_id or event.session_id)
+        self.num_without_user += not event.user_id
         self.num_with_repeats += len(set(event.items_n.tolist())) < num_rows
         self.lengths[num_rows] += 1
         if ro is not None:
@@ -85,6 +87,7 @@ class LogProfile:
             "first_ms": self.first_ms,
             "last_ms": self.last_ms,
             "list_lengths": {**quantiles, "with_an_item_twice": self.num_with_repeats},
+            "without_user": self.num_without_user,
             "without_user_and_session": self.num_anonymous,
             "clicks_elsewhere": dict(zip(("before", "within"), self.num_unlogged_clicks, strict=True)),
             "features": self.features(),

@@ -33,7 +33,8 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
 
 @contextlib.contextmanager
 def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. Raises ConfigError: the file does not exist, cannot be read, or is not Parquet."""
+    """Open a Parquet file. Raises ConfigError: the file does not exist, cannot be read, is not Parquet, or
+    has columns that Arrow cannot read or convert."""
     with open_file(path) as file:
         try:
             parquet = pq.ParquetFile(file)
@@ -41,7 +42,11 @@ def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
             text = f"{path}: expected a Parquet file, got something else ({str(error).splitlines()[0]}); "
             text += "check the file"
             raise ConfigError(text) from None
-        yield parquet
+        try:
+            yield parquet
+        except pa.ArrowNotImplementedError as error:
+            text = f"{path}: expected columns that Arrow can read ({error}); write lists of categories as "
+            raise ConfigError(f"{text}lists of text") from None
 
 
 def read_columns(

@@ -7,6 +7,7 @@ import re
 
 EARLIEST_MS = 315_532_800_000  # 1980 began; as seconds, the number is beyond the year 9999
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
+LATEST_NUMBER_MS = 10_413_791_999_999  # 2299 ends; dates in digits (20240601120000) are later in every unit
 _DATE = re.compile(
     r"(\d{1,4})([-/.])(\d{1,2})\2(\d{1,4})"  # the date
     r"(?:[T, ]+(\d{1,2}):(\d{2})(?::(\d{2})(?:[.,](\d{1,6})\d*)?)?)?"  # the time
@@ -18,8 +19,8 @@ def parse_time_ms(value: int | str) -> int:
     """Milliseconds since 1970 from an ISO 8601 text (without offset: UTC), or from a number of ms as an
     integer or text.
 
-    A number that means a time before 1980 is probably seconds, one after the year 9999 µs or ns: both are
-    errors. Write an earlier time as text.
+    A number that means a time before 1980 is probably seconds, one after 2299 µs, ns or a date in digits: all
+    are errors. Write such a time as text.
 
     Raises:
         ValueError: another format, a time before 1970, or a number in another unit.
@@ -86,13 +87,14 @@ def _from_number(time_ms: int) -> int:
     if time_ms <= 0:
         raise ValueError(f"expected a time after 1970 in ms, got {shown(time_ms)}")
     if time_ms < EARLIEST_MS:
-        is_seconds = EARLIEST_MS <= 1000 * time_ms <= LATEST_MS
+        is_seconds = EARLIEST_MS <= 1000 * time_ms <= LATEST_NUMBER_MS
         hint = "seems to be in seconds: multiply by 1000" if is_seconds else "is before 1980"
         write = "write a time before 1980 as text, such as '1978-04-01T12:00:00'"
         raise ValueError(f"expected ms since 1970, got {time_ms}, which {hint}; {write}")
-    if time_ms > LATEST_MS:
-        is_micros = time_ms <= 1000 * LATEST_MS
-        hint = "seems to be in µs: divide by 1000" if is_micros else "is beyond the year 9999"
+    if time_ms > LATEST_NUMBER_MS:
+        is_micros = 1000 * EARLIEST_MS <= time_ms <= 1000 * LATEST_NUMBER_MS
+        hint = "is beyond the year 2299; write a date as text, such as '2024-06-01T12:00:00'"
+        hint = "seems to be in µs: divide by 1000" if is_micros else hint
         raise ValueError(f"expected ms since 1970, got {shown(time_ms)}, which {hint}")
     return time_ms
 

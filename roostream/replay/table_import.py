@@ -37,10 +37,10 @@ import pyarrow.parquet as pq
 from roostream.errors import ConfigError, SetupError, WireError
 from roostream.replay.events import Event, Request
 from roostream.replay.file_endings import packing_of
-from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
+from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns, plain
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import damaged_file, parquet_file
-from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_table_time_ms
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_NUMBER_MS, parse_table_time_ms
 from roostream.replay.table_files import LINE, as_parquet, first_text, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
@@ -148,7 +148,7 @@ def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_ma
                 raise ConfigError(text)
             numbers = numeric_columns(column_map, schema, file.schema_arrow)
             for column in wanted:
-                kind = numbers.get(column, file.schema_arrow.field(column).type)
+                kind = numbers.get(column) or plain(file.schema_arrow.field(column).type)
                 columns[column] = _common_type(path, column, columns.get(column, kind), kind)
             num_rows += file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
@@ -164,8 +164,7 @@ def _common_type(path: str, column: str, before: pa.DataType, kind: pa.DataType)
     """
     if kind == before:
         return kind
-    kinds = [k.value_type if pa.types.is_dictionary(k) else k for k in (before, kind)]
-    kinds = [pa.timestamp(k.unit) if pa.types.is_timestamp(k) else k for k in kinds]  # in UTC without a zone
+    kinds = [pa.timestamp(k.unit) if pa.types.is_timestamp(k) else k for k in (before, kind)]  # in UTC
     kinds = [pa.int8() if pa.types.is_boolean(k) else k for k in kinds]
     try:
         fields = [pa.schema([(column, k)]) for k in kinds]
@@ -304,9 +303,9 @@ def _requests(
                         f"column {column_map.time!r}: expected a time, got none that can be read"
                     )
             time_ms = int(begin_ms_U[number_N[first]])
-            if not EARLIEST_MS <= time_ms <= LATEST_MS:
+            if not EARLIEST_MS <= time_ms <= LATEST_NUMBER_MS:
                 raise ValueError(
-                    f"column {column_map.time!r}: expected a time in the years 1980 to 9999, got {time_ms} "
+                    f"column {column_map.time!r}: expected a time in the years 1980 to 2299, got {time_ms} "
                     f"ms since 1970 by time_unit = {column_map.time_unit!r}; correct it in the map, or "
                     "the time"
                 )

@@ -25,7 +25,7 @@ def test_all_accepted_forms_of_a_time_are_equal(value: int | str) -> None:
 def test_times_in_seconds_are_not_mistaken_for_ms() -> None:
     assert parse_time_ms(315_532_800_000) == parse_time_ms("1980-01-01")
     with pytest.raises(ValueError, match="in seconds"):
-        parse_time_ms(253_402_300_799)
+        parse_time_ms(10_413_791_999)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,8 @@ def test_times_in_seconds_are_not_mistaken_for_ms() -> None:
         (1_684_800_000, "got 1684800000, which"),
         (300_000_000_000, "which is before 1980;"),
         (1_684_800_000_000_000, "µs: divide by 1000"),
-        (1 << 63, "which is beyond the year 9999"),
+        (20_240_601_120_000, "which is beyond the year 2299.*'2024-06-01T12:00:00'"),
+        (1 << 63, "which is beyond the year 2299"),
         (10**30, "got a number of 100 bits"),
     ],
 )

@@ -413,6 +413,31 @@ def test_files_may_hold_a_column_in_several_types(tmp_path: Path, column: str, o
         assert len(missing) == pa.types.is_null(other)
 
 
+def test_categories_may_differ_between_files(tmp_path: Path) -> None:
+    """Together they have more values than their 8-bit codes can count."""
+    tables = []
+    for n in range(4):
+        names = pa.array([f"{n}-{k}" for k in range(100)])
+        who = names.cast(pa.dictionary(pa.int8(), pa.string()))
+        tables.append(pa.table({"id": names, "t": [T0] * 100, "item": range(100), "who": who}))
+    run_import(tmp_path, *tables, text=f'user = "who"\n{MINIMAL_MAP}')
+    lines = lines_of(tmp_path / "log.jsonl")
+    assert len(lines) == 400 and all(line["user_id"] == line["request_id"] for line in lines)
+
+
+def test_lists_of_categories_are_read_or_refused_in_one_sentence(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "t": T0, "item": [f"i{n}", "all"]} for n in range(8)]
+    kind = pa.list_(pa.dictionary(pa.int8(), pa.string()))
+    table = table_of(rows)
+    table = table.set_column(2, "item", table["item"].combine_chunks().cast(kind))
+    text = f'lists = ["item"]\n{MINIMAL_MAP}'
+    run_import(tmp_path, table.slice(0, 4), table.slice(4, 4), text=text)
+    found = {line["request_id"]: line["candidates"]["item_id"] for line in lines_of(tmp_path / "log.jsonl")}
+    assert found == {row["id"]: row["item"] for row in rows}
+    with pytest.raises(ConfigError, match="lists of text"):  # Arrow cannot join those of two row groups
+        run_import(tmp_path, table, text=text, out="other.jsonl")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [

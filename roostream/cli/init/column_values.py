@@ -6,7 +6,7 @@ import re
 from typing import Any, Literal
 
 from roostream.errors import ConfigError
-from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, day_and_month, parse_table_time_ms
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_NUMBER_MS, day_and_month, parse_table_time_ms
 
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 _MAX_DISTINCT = 10_000
@@ -124,7 +124,7 @@ class ColumnValues:
             return "" if self.not_times else "text"
         for unit, factor in _TIME_UNITS.items():
             low = min((v for v in self.distinct if isinstance(v, int | float)), default=0) * factor
-            if self.is_number and low >= since_ms and self.high * factor <= LATEST_MS:
+            if self.is_number and low >= since_ms and self.high * factor <= LATEST_NUMBER_MS:
                 return unit
         return ""
 

@@ -33,14 +33,17 @@ from roostream.replay.table_files import LINE, LISTS, as_parquet, form_of
 from roostream.replay.table_log import OF_ENGAGEMENTS
 from roostream.schema.settings import SettingError, check_name
 
-MAX_LINES = 200_000
+MAX_LINES = 200_000  # of each file
+MAX_CELLS = 5_000_000  # of all files; a million need about 8 s and 150 MB
+_ROWS = 8192  # of a Parquet file at once
 _CHANCE = 1e-6
 _MIN_PLACES = 10  # rows in lists of several items
 _MIN_SHARE_OF_ROWS = 0.95  # with lists of equal lengths; the import refuses the other rows
 _MIN_UNIQUE = 100  # values that may be all different by chance
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
-    "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
+    "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id viewer_id "
+    "viewer reader_id reader shopper_id subscriber_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
     "content_id document_id doc_id listing_id ad_id track_id song_id",
     "request": "request_id request req_id impression_id impression list_id search_id query_id page_view "
@@ -50,6 +53,7 @@ _ROLES = {
     "position": "position pos",
     "propensity": "propensity propensity_score",
 }
+_IDS = re.compile(r"_(uuid|guid|hash|key)$")  # `user_uuid` is a `user_id`
 _CHOSEN = ("user", "item", "request", "time")  # roles with a flag
 _ACTION = re.compile(
     r"(is_|has_)?(click(ed)?|tap(ped)?|open(ed)?|like[ds]?|hate[ds]?|follow(ed)?|comment(ed)?|forward(ed)?|share[ds]?|"
@@ -134,7 +138,7 @@ class Choices:
 
 
 def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
-    """Read the first 200,000 lines or rows of each file, and find what they are.
+    """Read the first lines or rows of each file, up to MAX_LINES and MAX_CELLS, and find what they are.
 
     Raises:
         ConfigError: a file cannot be read, has another form, or is ambiguous; names the flag that decides.
@@ -204,9 +208,10 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
     actions, requests, candidates, longest, complete = Counter[str](), 0, 0, 0, True
     items, users, sessions = ColumnValues("item_id"), ColumnValues("user_id"), ColumnValues("session_id")
     for path in paths:
+        cells = 0
         with open_file(path) as file:
             for number, raw in enumerate(file, 1):
-                if number > MAX_LINES:
+                if number > MAX_LINES or cells > MAX_CELLS // len(paths):
                     complete = False
                     break
                 line = _decode(raw, f"{path}:{number}") if raw.strip() else {}
@@ -218,6 +223,7 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                     sessions.add(line.get("session_id"))
                     rows = _candidate_rows(line.get("candidates"), f"{path}:{number}")
                     candidates, longest = candidates + len(rows), max(longest, len(rows))
+                    cells += sum(map(len, rows))
                     _add(sides["ro"], line.get("ro") or {})
                     for row in rows:
                         items.add(row.get("item_id"))
@@ -379,7 +385,7 @@ def _row_per_item(rows: Sequence[dict[str, Any]], lists: _ItemLists) -> tuple[li
             own = {name: None if row.get(name) is None else _number(row[name][n]) for name in lists.each}
             own |= {name: item in _as_list(row.get(name)) for name in lists.chosen}
             out.append(row | own)
-        if len(out) >= MAX_LINES:
+        if len(out) >= min(MAX_LINES, MAX_CELLS // len(row)):
             return out, number == len(rows)
     return out, True
 
@@ -399,7 +405,9 @@ def _flat(
     numbering = [n for n in free if _is_numbering(columns[n])]
     free = [n for n in free if n not in (*times, *numbering)]
     event, shown = _event(columns, free)
-    request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]
+    owner = roles["user"] or roles["session"]
+    request = [roles["request"]] if roles["request"] else [c for c in (owner, roles["time"]) if c]
+    identity = [*request, *filter(None, (roles["user"], roles["session"]))]  # as `import table` has it
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
     if event:
         counts = Counter(str(row[event]) for row in rows if row.get(event) not in (None, "", *shown))
@@ -420,9 +428,9 @@ def _flat(
         assumed.append(f"a row is a request, with an entry for each shown item in {names}")
     used = {event, *map(_column, actions.values())}
     if not roles["position"]:
-        roles["position"] = _places(rows, request, [n for n in free if n not in used])
+        roles["position"] = _places(rows, identity, [n for n in free if n not in used])
         free = [n for n in free if n != roles["position"]]
-    shown_columns, sides, lengths = _columns(rows, tuple(request))
+    shown_columns, sides, lengths = _columns(rows, identity)
     late = _late_columns(rows, [n for n in free if n not in used], actions)
     assumed += [
         f"column {n!r} has values only where a user acted: it is known too late for a feature and left out"
@@ -434,7 +442,7 @@ def _flat(
         for n in free
         if columns[n].present and not shown_columns[n].present
     ]
-    unique = _unique_columns(rows, request, shown_columns, sides, free)
+    unique = _unique_columns(rows, identity, shown_columns, sides, free)
     assumed += unique.values()
     features = [
         dataclasses.replace(
@@ -454,10 +462,14 @@ def _flat(
     column_map["features"] = {f.name: f.column for f in features if f.name != f.column}
     column_map["actions"] = actions
     named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
-    if not roles["request"]:
-        named.append(f"rows with equal {' and '.join(request)} are one request")
-    assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
-    assumed += [f"column {n!r} has the numbers of the rows, so it is left out" for n in numbering]
+    named += [] if roles["user"] else ["no column is recognized as the user; if one is, use --user COLUMN"]
+    named += [] if roles["request"] else [f"rows with equal {' and '.join(request)} are one request"]
+    left_out = {
+        "is empty, so it": [n for n in free if not columns[n].present],
+        "is a time, which is no kind of feature, so it": times,
+        "has the numbers of the rows, so it": numbering,
+    }
+    assumed += [f"column {n!r} {why} is left out" for why, names in left_out.items() for n in names]
     if len(lengths) > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(
@@ -653,14 +665,16 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
         return given
     names = _ROLES[role].split()
     fits = [
-        n for n, v in columns.items() if _snake(n) in names and n not in choices.ignore and _fits(role, v)
+        n
+        for n, v in columns.items()
+        if _IDS.sub("_id", _snake(n)) in names and n not in choices.ignore and _fits(role, v)
     ]
     if not fits and role == "time":
         fits = [n for n, v in columns.items() if n not in choices.ignore and v.time_unit()]
         if not fits and (named := [v for n, v in columns.items() if _snake(n) in names and v.present]):
             raise _no_times(path, named[0])
-    if exact := [n for n in fits if _snake(n) == names[0]]:
-        fits = exact
+    for usual in ([names[0]], names):  # before names such as `user_uuid`
+        fits = [n for n in fits if _snake(n) in usual] or fits
     if len(fits) > 1:
         raise ConfigError(
             f"{path}: {' and '.join(map(repr, fits))} may be the {role}; "
@@ -701,7 +715,10 @@ def _columns(
         lengths[key] += 1
         other = first.setdefault(key, row)
         for name, value in row.items():
-            columns.setdefault(name, ColumnValues(name)).add(value)
+            values = columns.get(name)
+            if values is None:
+                values = columns[name] = ColumnValues(name)
+            values.add(value)
             if other.get(name) != value:
                 varies.add(name)
     has_lists = len(first) < len(rows)
@@ -774,14 +791,14 @@ def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Sc
     for path in paths:
         with parquet_file(path) as file:
             types = types or file.schema_arrow
-            taken = 0
+            left = max(1, min(MAX_LINES, MAX_CELLS // (len(file.schema_arrow.names) * len(paths))))
+            complete &= file.metadata.num_rows <= left
             try:
-                for batch in file.iter_batches():
-                    found = times_in_ms(pa.Table.from_batches([batch])).to_pylist()
-                    taken += len(found)
+                for batch in file.iter_batches(min(left, _ROWS)):
+                    found = times_in_ms(pa.Table.from_batches([batch[:left]])).to_pylist()
+                    left -= len(found)
                     rows += [{n: _number(cell) for n, cell in row.items() if n != LINE} for row in found]
-                    if taken >= MAX_LINES:
-                        complete = False
+                    if not left:
                         break
             except (pa.ArrowInvalid, OSError) as error:
                 raise damaged_file(path, error) from None

@@ -41,6 +41,8 @@ def init_folder(name: str, given: dict[str, Any]) -> None:
             for name, text in files.items():
                 (new / name).write_text(text, encoding="utf-8")
         print_sentences(found.assumed)
+        if not found.is_complete:
+            print_sentences([f"only the first rows were read: {found.candidates:,} candidates"])
         print_sentences([f"the action to predict first is {found.click!r}"])
         print_sentences(
             ["a feature that is known only after the list was shown must be removed: it tells the label"]

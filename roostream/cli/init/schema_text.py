@@ -101,12 +101,20 @@ def _ids(log: FoundLog, own: set[str]) -> Iterator[str]:
             '[[ro]]\nname = "user"\nkind = "ids"\ntable = "user"'
         )
     if "history" not in own and not log.is_anonymous:
+        who, counters, online = "user", "", "history"
+        if not _has_users(log, own):
+            who, online = "session", "session_history"
+            counters = _session_counter(online, "history") + _session_counter(f"{online}_len", "length")
         yield (
-            "# The user's newest clicks, which candidates attend to: 16 bytes in Redis for each entry, and\n"
-            "# the time of an attention over the list.\n"
+            f"# The {who}'s newest clicks, which candidates attend to: 16 bytes in Redis for each entry,\n"
+            f"# and the time of an attention over the list.\n{counters}"
             '[[ro]]\nname = "history"\nkind = "sequence"\ntable = "item"\nmax_len = 50\n'
-            'columns = { time = "time_ms" }\nonline = "history"'
+            f'columns = {{ time = "time_ms" }}\nonline = "{online}"'
         )
+
+
+def _session_counter(name: str, aggregation: str) -> str:
+    return f'[[counter]]\nname = "{name}"\nentity = "session"\naggregation = "{aggregation}"\n'
 
 
 def _sent_features(log: FoundLog) -> Iterator[str]:
@@ -154,8 +162,9 @@ def _online_features(log: FoundLog, own: set[str]) -> Iterator[str]:
     """The features that Roostream computes: counters, ages and times. A name that the log uses stays the
     log's."""
     request = [n for n in ("history_len", "hour_of_day", "num_candidates") if n not in own]
-    if log.is_anonymous:
+    if not _has_users(log, own):
         request = [n for n in request if n != "history_len"]
+        request += ["session_history_len"] if "history" not in own and not log.is_anonymous else []
     if request:
         logs = [n for n in request if n != "hour_of_day"]
         yield (

@@ -102,9 +102,11 @@ def build_report(
     positives, base_rates = topics.statistics.positives(), topics.statistics.base_rates()
     warnings = [*advice(schema, log.profile, positives, base_rates), *skipped.warnings()]
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
+        unknown = sums.dead_letters.get("no_request", 0)
+        more = f", and perhaps some of the {unknown} with no_request" if unknown else ""
         warnings.append(
             f"{late} engagements come after the join window and are not trained; a longer --window "
-            "includes them"
+            f"includes them{more}"
         )
     if left := skipped.number - len(skipped.first):
         errors = [*errors, f"and {left} more lines that cannot be used"]

@@ -195,6 +195,7 @@ def _inputs(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             "no feature is the candidate itself",
             'add [[nro]] name = "item", kind = "ids", table = "item"',
         )
+    has_users = log["without_user"] < log["impressions"]
     if log["impressions"] and log["without_user_and_session"] > _MIN_SHARE * log["impressions"]:
         share = log["without_user_and_session"] / log["impressions"]
         yield Reason(
@@ -202,18 +203,22 @@ def _inputs(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             f"{share:.0%} of the requests have neither user nor session",
             "log user_id (or session_id) with every impression and engagement",
         )
-    elif not any(f.kind == "ids" for f in schema.ro) and "user_id" not in ro.values():
+    elif has_users and not any(f.kind == "ids" for f in schema.ro) and "user_id" not in ro.values():
         yield Reason(
             "no_user_id",
             "the model does not know which user asks",
             'add [[ro]] name = "user", kind = "ids", table = "user"',
         )
-    has_users = log["without_user_and_session"] < log["impressions"]
-    if has_users and not any(f.kind == "sequence" for f in schema.ro):
+    has_histories = log["without_user_and_session"] < log["impressions"]
+    if has_histories and not any(f.kind == "sequence" for f in schema.ro):
+        who, counter, online = "user", "", "history"
+        if not has_users:
+            who, online = "session", "session_history"
+            counter = f'[[counter]] name = "{online}", entity = "session", aggregation = "history" and '
         yield Reason(
             "no_history",
-            "the model does not see what the user clicked before",
-            'add [[ro]] name = "history", kind = "sequence", table = "item", online = "history"',
+            f"the model does not see what the {who} clicked before",
+            f'add {counter}[[ro]] name = "history", kind = "sequence", table = "item", online = "{online}"',
         )
 
 

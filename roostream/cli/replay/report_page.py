@@ -48,7 +48,9 @@ def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -
     sections = {
         "Is the model better than the baselines?": _verdict(report["verdict"]),
         **({"Models of this pass": _models(report["models"])} if "models" in report else {}),
-        "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
+        "Model and baselines": table(
+            ("", "requests", *METRIC_NAMES, *_amount_names(report)), _metric_rows(report)
+        ),
         **({"Windows, before they were trained": _streaming(report)} if "streaming" in report else {}),
         **figures,
         "What happened to the log": table((), join_rows(report)),
@@ -148,21 +150,26 @@ def _span(difference: Mapping[str, float]) -> str:
     return f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
 
 
+def _amount_names(report: Mapping[str, Any]) -> list[str]:
+    """The metrics that only amounts have, if a label is one."""
+    return ["mae"] if any("mae" in m for m in report["metrics"]["overall"]["tasks"].values()) else []
+
+
 def _metric_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
-    metrics = report["metrics"]
+    metrics, names = report["metrics"], (*METRIC_NAMES, *_amount_names(report))
     for when in ("overall", "measured") if metrics["measured"] != metrics["overall"] else ("overall",):
         for k, (task, m) in enumerate(metrics[when]["tasks"].items()):
             yield (
                 f"{when}: {task}",
                 number(metrics[when]["requests"]),
-                *(number(m[name]) for name in METRIC_NAMES),
+                *(number(m.get(name)) for name in names),
             )
             for baseline, both in report["baselines"].items() if k == 0 else ():
                 m = both[when]
                 yield (
                     f"{when}: by {baseline} alone",
                     number(m["requests"]),
-                    *(number(m[name]) for name in METRIC_NAMES),
+                    *(number(m.get(name)) for name in names),
                 )
 
 

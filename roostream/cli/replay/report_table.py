@@ -135,7 +135,8 @@ def _models(report: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _values(m: Mapping[str, Any]) -> str:
-    return "  ".join(f"{k} {number(m.get(k))}" for k in _SHOWN)
+    shown = [*_SHOWN, *(["mae"] if "mae" in m else [])]  # of an amount
+    return "  ".join(f"{k} {number(m.get(k))}" for k in shown)
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -143,5 +144,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def number(value: object) -> str:
-    """The value as text, a float with four decimals."""
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    """The value as text, a float with four decimals, or with four digits below 0.001 and from 1e9 on."""
+    if not isinstance(value, float):
+        return "–" if value is None else str(value)
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import datetime
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from roostream.cli.init import init_command
+from roostream.cli.init import detect_log, init_command
 from roostream.cli.init.init_command import init
+from roostream.cli.replay import check_command
 from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
 from roostream.models.config import RankerConfig
 from roostream.models.ranker import rate_rank
 from roostream.replay import parquet_log
+from roostream.replay.config import CheckConfig
 from roostream.replay.import_map import load_map
 from roostream.replay.table_import import import_table
+from roostream.runtime.program import Stop
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema, schema_from_dict
 
@@ -228,6 +232,16 @@ def test_the_unit_of_times_is_found(factor: float, unit: str) -> None:
     assert [line["time"] for line in found if line["type"] == "impression"] == [T0 + 123, T0 + 1123]
 
 
+@pytest.mark.parametrize("digits", ["%Y%m%d%H%M", "%Y%m%d%H%M%S", "%Y%m%d%H%M%S000"])
+def test_dates_in_digits_are_never_read_as_numbers_since_1970(digits: str) -> None:
+    first = datetime.datetime(2024, 6, 1, 12)
+    times = [(first + datetime.timedelta(hours=n)).strftime(digits) for n in range(40)]
+    rows = [f"{time},u{n % 3},i{n},{n % 2}" for n, time in enumerate(times)]
+    Path("rows.csv").write_text("\n".join(["ts,user_id,item_id,clicked", *rows]) + "\n")
+    with pytest.raises(ConfigError, match=f"expected times such as.*{times[-1]}"):
+        run("shop", "--from", "rows.csv")
+
+
 def test_columns_of_other_types_are_read_or_reported() -> None:
     day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
     more = {
@@ -329,14 +343,77 @@ def test_a_column_that_numbers_each_list_is_the_position_and_no_feature(
     assert ("slot" in {f.name for f in load_written_schema().nro}) is not is_position
 
 
-def test_a_log_without_users_and_sessions_has_no_history() -> None:
+def test_a_log_without_users_has_the_history_of_its_sessions_or_none() -> None:
     lines = [{key: value for key, value in line.items() if key != "user_id"} for line in make_log()]
     write_lines("log.jsonl", lines)
     run("anonymous", "--from", "log.jsonl")
     assert not {"history", "history_len"} & {f.name for f in load_written_schema("anonymous").ro}
-    write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
+    later = [line | {"request_id": "r2", "time": T0 + 60_000, "session_id": 5} for line in lines]
+    write_lines("log.jsonl", [line | {"session_id": 5} for line in lines] + later)
     run("sessions", "--from", "log.jsonl")
-    assert {"history", "history_len"} <= {f.name for f in load_written_schema("sessions").ro}
+    schema = load_written_schema("sessions")
+    assert {"history", "session_history_len"} <= {f.name for f in schema.ro}
+    config = CheckConfig(schema="sessions/schema.toml", log=("log.jsonl",))
+    assert check_command.check(config, Stop())["log"]["features"]["history"]["max"] == 1
+
+
+@pytest.mark.parametrize(
+    "names", ["session_id,time", "user_id,time", "user_id,request_id", "session_id,request_id"]
+)
+def test_lists_of_two_visitors_with_equal_times_or_ids_are_two_requests(names: str) -> None:
+    owner, key = names.split(",")
+    rows = [
+        f"{T0 // 1000 + second},{who},{second},i{n},{who * 3},{n % 2}"
+        for second in range(60)
+        for who in (1, 2)
+        for n in range(3)
+    ]
+    first = f"at,{owner},{key.replace('time', 'noise')},item,page_no,clicked"
+    Path("rows.csv").write_text("\n".join([first, *rows]) + "\n")
+    output = run("shop", "--from", "rows.csv").output
+    schema = load_written_schema()
+    counts = import_table(["rows.csv"], schema, load_map("shop/map.toml", schema), Path("log.jsonl"))
+    assert "120 requests with 360 candidates" in output and counts.requests == 120
+    assert "page_no" in {f.name for f in schema.ro}
+
+
+@pytest.mark.parametrize("name", ["customer_uuid", "userHash", "viewer_id", "reader"])
+def test_a_column_with_a_usual_name_of_users_is_the_user(name: str) -> None:
+    Path("rows.csv").write_text(f"ts,{name},item,clicked\n1717200000,u7,i1,1\n1717200000,u7,i2,0\n")
+    assert f"column {name!r} is the user" in run("shop", "--from", "rows.csv").output
+    Path("rows.csv").write_text(
+        f"ts,{name},user_id,item,clicked\n1,u7,5,i1,1\n1,u7,5,i2,0\n".replace("1,u7", f"{T0},u7")
+    )
+    assert "column 'user_id' is the user" in run("both", "--from", "rows.csv").output
+
+
+@pytest.mark.parametrize("form", ["table", "lists", "lines"])
+def test_of_large_files_only_the_first_rows_are_read(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_log, "MAX_CELLS", 2400)
+    for name in ("a", "b"):
+        lines: list[dict[str, Any]] = []
+        for n in range(200):
+            key = {"request_id": f"{name}{n}", "user_id": n % 7 + 1, "time": T0}
+            shown = [{"item_id": f"i{n % 9 + k}", "price": 1.5 * k} for k in range(4)]
+            if form == "table":
+                lines += [{**key, **item, "clicked": k % 2} for k, item in enumerate(shown)]
+            elif form == "lists":
+                items = [item["item_id"] for item in shown]
+                lines.append({**key, "item_ids": items, "clicked": items[:1]})
+            else:
+                lines.append({**key, "type": "impression", "candidates": shown})
+                lines.append({**key, "type": "engagement", "item_id": "i1", "action": "click"})
+        write_lines(f"{name}.jsonl", lines)
+    output = run("shop", "--from", "a.jsonl", "b.jsonl").output
+    [requests] = re.findall(r"([0-9]+) requests with", output)
+    assert "only the first rows" in output and 40 <= int(requests) < 400
+
+
+def test_a_flat_table_without_a_known_user_says_so() -> None:
+    Path("rows.csv").write_text("ts,who,item,empty,clicked\n" + "1717200000,7,i1,,1\n1717200000,7,i2,,0\n")
+    output = run("shop", "--from", "rows.csv").output
+    assert "--user" in output and "column 'empty' is empty" in output
+    assert "--user" not in run("other", "--from", "rows.csv", "--user", "who").output
 
 
 @pytest.mark.parametrize("form", ["jsonl", "table"])

@@ -83,6 +83,29 @@ def test_the_advice_about_priors_counts_requests_by_their_sampling_weight(tmp_pa
     assert [text for text in report["warnings"] if "set prior = 0.0033" in text]
 
 
+def test_engagements_days_after_their_request_may_need_a_longer_window(tmp_path: Path) -> None:
+    """Nothing is known of a request that closed so long ago: with `no_request`, an engagement may be late."""
+    lines = [make_impression(0), make_engagement(0, 3600), make_engagement(0, 200_000)]
+    _, report = check(tmp_path, *lines, make_impression(5000))
+    assert report["counts"]["dead_letters"] == {"no_request": 1}
+    assert "closed more than" in report["first_dead_letters"]["no_request"]["error"]
+    (warning,) = [text for text in report["warnings"] if "--window" in text]
+    assert "1 engagements come after" in warning and "of the 1 with no_request" in warning
+    assert check(tmp_path, *lines, flags=("--window", "3d"))[1]["counts"]["folded"] == 2
+
+
+def test_very_small_and_very_large_numbers_are_readable(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [make_impression(n) for n in range(2)]
+    for line, price in zip(lines, (2.5e-5, 3.4e38), strict=True):
+        line["candidates"] = [{"item_id": 1, "price": price}]
+    check(tmp_path, *lines)
+    assert "values 2.5e-05 to 3.4e+38, mean 1.7e+38" in " ".join(
+        capfd.readouterr().out.replace("│", "").split()
+    )
+
+
 def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = [
         *(make_impression(n) for n in range(20)),

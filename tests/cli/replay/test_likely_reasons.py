@@ -229,6 +229,14 @@ def test_a_history_is_not_advised_where_no_request_has_a_user(tmp_path: Path) ->
     assert found.reasons() == {"few_requests", "no_user_in_log"}
 
 
+def test_a_log_of_sessions_is_advised_about_the_history_of_sessions(tmp_path: Path) -> None:
+    schema = SCHEMA.replace(HISTORY, "").replace(USER, "").replace('"{item,user}"', "item")
+    found = replay_log(tmp_path, [line | {"user_id": 0} for line in GOOD.lines], schema)
+    assert found.reasons() == {"few_requests", "no_history"}
+    reasons = likely_reasons(make_verdict("item"), load_schema(found.config.schema), *found)
+    assert any('entity = "session"' in reason.change for reason in reasons)
+
+
 def test_late_clicks_are_a_reason_for_a_longer_window(tmp_path: Path) -> None:
     found = replay_log(tmp_path, make_log(300, clicks_at_random, delay_ms=120_000), window_ms=60_000)
     reason = likely_reasons(make_verdict("item"), load_schema(found.config.schema), *found)[0]

@@ -209,6 +209,18 @@ def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> Non
     assert "by place alone" in page and "<td>item</td>" in page
 
 
+def test_an_amount_is_shown_with_its_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_log(tmp_path, IMPRESSION, ENGAGEMENT | {"action": "read", "value": 30.0})
+    text = '[[label]]\nname = "seconds"\naction = "read"\nfold = "max"\nobjective = "amount"\nscale = 60.0\n'
+    Path(config.schema).write_text(f"{SCHEMA}{text}")
+    assert run(config) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    mae = f"{report['metrics']['overall']['tasks']['seconds']['mae']:.4f}"
+    assert f"mae {mae}" in " ".join(capfd.readouterr().out.replace("│", "").split())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<th>mae</th>" in page and f"<td>{mae}</td>" in page
+
+
 def test_the_first_dead_letter_of_each_reason_names_its_line(tmp_path: Path) -> None:
     assert (
         run(
