@@ -106,6 +106,7 @@ END
 
 
 _END = "\n-----END"
+_MAX_LATE = 0.02
 
 
 class Production(Deployment):
@@ -267,17 +268,17 @@ class Production(Deployment):
         return context
 
     def goes_on(self, after: str) -> None:
-        """Check that all pods get ready, that training commits, and that no request failed."""
+        """Check that all pods get ready, that training commits, and that serving refuses no request. On a
+        machine that cannot run all pods at once, a few requests may get no answer in time."""
         self.node.until(
             lambda: self.not_ready(TASK_MANAGERS) == [], f"all pods are ready after {after}", 1500
         )
         before = self.commits()
         self.node.until(lambda: self.commits() > before + 1, f"training commits after {after}")
         outcomes = self.outcomes()
-        assert outcomes["ok"] and not outcomes.get("refused") and not outcomes.get("gave_up"), (
-            after,
-            outcomes,
-        )
+        answered, refused, late = (outcomes.get(name, 0.0) for name in ("ok", "refused", "gave_up"))
+        assert answered and not refused and late < _MAX_LATE * answered, (after, outcomes)
+        print(f"after {after}: {outcomes}")
 
     def certificate_of(self, secret: str) -> str:
         """The first certificate of a Secret; "" = there is none."""
