@@ -72,12 +72,12 @@ class ComposeStack:
 def stack(images: dict[str, str]) -> Iterator[ComposeStack]:
     ports = Ports()
     stack = ComposeStack(images, ports.draw())
-    ports.release()
     try:
         yield stack
     finally:
         print(stack.compose("logs", "--tail", "40"))
         stack.compose("down", "--volumes", "--timeout", "5")
+        ports.release()
 
 
 def test_the_compose_file_runs_the_whole_loop(stack: ComposeStack) -> None:

@@ -71,7 +71,8 @@ USER root
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends systemd
 COPY units /etc/systemd/system
 COPY settings /etc/roostream
-RUN env | grep ^NUMBA_CPU > /etc/roostream/environment && cp -r /opt/roostream/kernels/. /var/cache/roostream
+RUN env | grep ^NUMBA_CPU > /etc/roostream/environment \\
+ && rmdir /var/cache/roostream && cp -r /opt/roostream/kernels /var/cache/roostream
 ENTRYPOINT []
 STOPSIGNAL SIGRTMIN+3
 CMD ["/lib/systemd/systemd"]
@@ -164,14 +165,13 @@ _KAFKA: dict[str, Any] = {
 @pytest.fixture
 def host(images: dict[str, str], tmp_path: Path) -> Iterator[SystemdHost]:
     ports = Ports()
-    port = ports.draw()
-    ports.release()
-    host = SystemdHost(images["IMAGE"], tmp_path, port)
+    host = SystemdHost(images["IMAGE"], tmp_path, ports.draw())
     try:
         yield host
     finally:
         print(host.run("journalctl", "--no-pager", "--lines", "200", check=False))
         host.close()
+        ports.release()
 
 
 def test_the_units_run_the_loop_under_systemd(host: SystemdHost) -> None:
