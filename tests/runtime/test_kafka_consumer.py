@@ -339,19 +339,30 @@ def test_a_client_whose_ends_another_one_asks_for_is_replaced_too(monkeypatch: p
     assert stalled.closed and [r.offset for r in reader.poll(9, 0)] == [5]
 
 
-def test_a_client_at_the_end_paused_or_without_a_broker_is_not_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_at_the_end_or_paused_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = FakeConsumer([end(AT1, 9), end(AT2, 9)], newest=9)
     reader = stalled_reader(monkeypatch, consumer, FakeConsumer())
     reader.pause({P0})
     for _ in range(5):
         reader.poll(9, 0)
-    reader.pause(())
-    consumer.error_code = clients.TRANSPORT
-    for _ in range(5):
-        reader.poll(9, 0)
     assert not consumer.closed
+
+
+@pytest.mark.parametrize("asks", ["seek", "poll"])
+def test_a_client_that_cannot_reach_the_broker_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    """As librdkafka after all of its connections were lost: it connects to no broker again."""
+    lost, other = FakeConsumer(newest=9), FakeConsumer([FakeMessage(AT0, 5, 20)], newest=9)
+    reader = stalled_reader(monkeypatch, lost, other)
+    lost.error_code = clients.TRANSPORT
+    if asks == "seek":
+        with pytest.raises(UnavailableError):
+            reader.seek({P0: 7, P1: 7, P2: 7})
+    else:
+        assert reader.poll(9, 0) == []
+    assert lost.closed and other.assigned == {AT0: 5, AT1: 5, AT2: 5}, "as before, since nothing was sought"
+    assert [r.offset for r in reader.poll(9, 0)] == [5]
 
 
 def test_opening_does_not_connect_and_closing_is_idempotent() -> None:

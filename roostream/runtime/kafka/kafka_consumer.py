@@ -161,7 +161,7 @@ class KafkaConsumer:
 
     A client can stop fetching a partition for good, without an error, when a broker restarts (librdkafka
     issue 4492). A partition from which nothing arrives is therefore compared with its end at the broker, and
-    the client is replaced if records are there."""
+    the client is replaced if records are there, or if it cannot reach the broker."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class KafkaConsumer:
         """`consumer` must report ends of partitions and offsets that are gone, as the one of `open` does.
         `what` names the broker in messages. `reopen`: a new client in place of `consumer`."""
         self.options, self.partitions, self.what = options, options.partitions, what
-        self._reopen = reopen
+        self._reopen, self._is_assigned = reopen, False
         self._lost = dict.fromkeys(options.partitions, 0)
         self._end_offsets = end_offsets
         self._merge = TimestampMerge(options.partitions, options.max_buffered)
@@ -309,6 +309,8 @@ class KafkaConsumer:
             )
         except KafkaException as error:
             code = error.args[0].code()
+            if code not in _UNREADABLE:
+                self._renew_client()
             remedy = (
                 "create the topics first, or check the prefix"
                 if code in _UNREADABLE
@@ -383,9 +385,7 @@ class KafkaConsumer:
             if stalled and self._reopen:
                 names = ", ".join(map(self._name, stalled))
                 log.warning("%s: records of %s do not arrive; the client is replaced", self.what, names)
-                self._stalled_s = min(2 * self._stalled_s, _MAX_STALLED_S)
-                self._replace_client(self._reopen())
-                self._assign()
+                self._renew_client()
             elif self._end_offsets is not None:  # of another client, so nothing has to wait
                 ends = self._end_offsets.ends
                 self._ends_before = {p: ends[p].last_stable for p in silent if p in ends}
@@ -393,7 +393,21 @@ class KafkaConsumer:
                 places = [self.options.topic_partition(p) for p in silent]
                 bounds = clients.bounds(self._client(), places, _CHECK_TIMEOUT_S)
                 self._ends_before = {p: end for p, (_, end) in zip(silent, bounds, strict=True)}
-        except (KafkaException, ConfigError) as error:  # tried again at the next check
+        except KafkaException as error:  # tried again at the next check
+            log.debug("%s", error)
+            self._renew_client()
+
+    def _renew_client(self) -> None:
+        """Continue with a new client. One whose connections were all lost may connect to no broker again,
+        also when the broker is back (seen with librdkafka 2.16)."""
+        if self._reopen is None:
+            return
+        self._stalled_s = min(2 * self._stalled_s, _MAX_STALLED_S)
+        try:
+            self._replace_client(self._reopen())
+            if self._is_assigned:
+                self._assign()
+        except (KafkaException, ConfigError) as error:  # its files are being replaced
             log.debug("%s", error)
 
     def _replace_client(self, client: Consumer) -> None:
@@ -472,6 +486,7 @@ class KafkaConsumer:
         if self._paused:
             self._pause_and_resume()
         self._client().assign([self._place(p, self._fetched[p]) for p in self.partitions])
+        self._is_assigned = True
         self._gone.clear()
         self._truncated.clear()
         self._silent_since_s = time.monotonic()
