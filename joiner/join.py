@@ -187,7 +187,8 @@ class Join:
     def apply(
         self, state: JoinState, key: bytes, event: Impression | Engagement, watermark_ms: int
     ) -> StepResult:
-        """Store one event that has arrived, and do what it makes due."""
+        """Add an event that has arrived to the state of its request, and do what is due because of it: close
+        the request, or emit a sample, a correction or a dead letter."""
         step = StepResult(state, key, watermark_ms)
         if type(event) is Engagement:
             self._add_engagement(step, event)
@@ -350,7 +351,8 @@ class Join:
         return None
 
     def _num_bytes_with(self, request: Request | None, event: Impression, num_shown: int) -> int:
-        """The request's size with one more impression. `num_shown`: distinct candidates including it."""
+        """Bytes of the request's sample with one more impression. `num_shown`: distinct candidates with those
+        of the impression."""
         num_labels = self._label_folder(event.page.schema).num_labels
         num_bytes, shown_before = (0, 0) if request is None else (request.num_bytes, request.num_shown)
         new_candidates = num_shown - shown_before

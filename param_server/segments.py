@@ -254,11 +254,12 @@ class Segments:
             self.parts.delete([name for name in self.parts.names() if name not in kept])
 
     def note_restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
-        """Note that the shard was restored to `commit`. The next commit removes the later ones.
+        """Remember that the shard was restored to `commit`. The next commit drops the commits after it.
 
-        Records `commit` if this shard was never told that it succeeded, and deletes the segments that belong
-        to no commit: those whose number is not in `linked`, the numbers of all manifests. None: the manifests
-        are unknown, so nothing is deleted. Neither step can fail a restore, for example on a full disk.
+        If the shard was never told that `commit` succeeded, it is recorded now. Segments that belong to no
+        commit are deleted: those whose number is not in `linked`, the numbers of all manifests. With None the
+        manifests are unknown, and nothing is deleted. If a step fails, for example on a full disk, a warning
+        is logged, and the restore goes on.
         """
         self._restored = commit
         self._sent.clear()

@@ -537,7 +537,8 @@ _CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.uint64(): int, pa.float64()
 
 
 def delimiter_of(line: str) -> str:
-    """The delimiter that is most frequent in a table's first line, outside quotes."""
+    """The delimiter of a table, guessed from its first line: comma, semicolon, tab or bar, whichever is most
+    frequent outside quotes."""
     outside = "".join(line.split('"')[::2])
     return max(",;\t|", key=outside.count)
 

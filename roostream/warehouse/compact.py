@@ -326,9 +326,9 @@ class Compactor:
         self._table_ids: dict[str, str] = {}  # of the warehouse that was there at first
 
     def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
-        """Seal what is due, merge corrections, retire and, once an hour, vacuum. A damaged file, a missing
-        schema or a file that cannot be read now stops its own day only. `beat` is called after each piece of
-        a seal, and after each other step.
+        """Seal the days that are due, merge corrections, retire old days, and delete unused files once an
+        hour. A damaged file, a missing schema or a file that cannot be read now stops only its own day.
+        `beat` is called as a sign of progress, after each piece of a seal and after each other step.
 
         Raises:
             UnavailableError: the warehouse, or a file of a day that is due, cannot be used now; finished

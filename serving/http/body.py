@@ -28,8 +28,8 @@ class ClientGoneError(Exception):
 
 
 class BodyReader:
-    """Reads the bodies of all routes. A request takes no place in any queue before its body is complete. Used
-    by one event loop."""
+    """Reads the request bodies of all routes. A request enters no queue before its body is complete. Not
+    thread-safe: it belongs to one event loop."""
 
     def __init__(self, max_body_bytes: int, max_bytes: int) -> None:
         """`max_body_bytes`: per body; `max_bytes`: received so far of all bodies that are being read."""
@@ -110,7 +110,7 @@ def _content_headers(scope: Scope) -> dict[bytes, str]:
 
 
 def stopping_error() -> RequestError:
-    """The answer to requests that arrive while the process stops."""
+    """The answer to a request that arrives while the process stops: status 503 with a time to retry."""
     return RequestError(503, "this process is stopping; use another one", retry_after_s=RETRY_AFTER_S)
 
 

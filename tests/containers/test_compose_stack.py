@@ -6,10 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +14,7 @@ import pytest
 
 from infra.ports import HOST, Ports
 from tests.containers.docker import docker
+from tests.containers.serving_calls import answers, simulate
 from tests.e2e.loop_stack import wait_until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
@@ -52,21 +49,6 @@ class ComposeStack:
         )
         return [commit["seq"] for commit in json.loads(printed)]
 
-    def answers(self, path: str) -> bool:
-        """Whether serving answers this path with status 200."""
-        try:
-            with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
-
-    def simulate(self) -> None:
-        """Send the requests of simulated users for a minute."""
-        options = ("--serving", self.url, "--rate", "15", "--seconds", "60")
-        command = (sys.executable, "-m", "roostream.cli.main", "simulate", *options)
-        completed = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert completed.returncode == 0, completed.stderr
-
 
 @pytest.fixture
 def stack(images: dict[str, str]) -> Iterator[ComposeStack]:
@@ -82,9 +64,9 @@ def stack(images: dict[str, str]) -> Iterator[ComposeStack]:
 
 def test_the_compose_file_runs_the_whole_loop(stack: ComposeStack) -> None:
     stack.compose("up", "--detach")
-    wait_until("serving answers", lambda: stack.answers("/healthz"), _START_S)
-    stack.simulate()
-    wait_until("serving is ready", lambda: stack.answers("/readyz"), _START_S)
+    wait_until("serving answers", lambda: answers(stack.url, "/healthz"), _START_S)
+    simulate(stack.url, 60)
+    wait_until("serving is ready", lambda: answers(stack.url, "/readyz"), _START_S)
     for name in PROGRAMS | FLINK:
         container = stack.container(name)
         assert container["State"]["Running"] and not container["RestartCount"], name
@@ -96,16 +78,16 @@ def test_the_compose_file_runs_the_whole_loop(stack: ComposeStack) -> None:
     for name in ("shard-0", "worker", "task-manager"):
         os.kill(stack.container(name)["State"]["Pid"], signal.SIGKILL)
     committed = max(stack.commits())
-    stack.simulate()
+    simulate(stack.url, 60)
     wait_until("training goes on after kills", lambda: max(stack.commits()) > committed + 2, _TRAIN_S)
 
     stack.compose("stop")
     for name in PROGRAMS:
         assert stack.container(name)["State"]["ExitCode"] == 0, name
     stack.compose("start")
-    wait_until("serving is ready again", lambda: stack.answers("/readyz"), _START_S)
+    wait_until("serving is ready again", lambda: answers(stack.url, "/readyz"), _START_S)
     committed = max(stack.commits())
-    stack.simulate()
+    simulate(stack.url, 60)
     wait_until("a second start continues", lambda: max(stack.commits()) > committed + 2, _TRAIN_S)
     audit = stack.compose("run", "--rm", "--no-deps", "topics", "audit", "--kafka", "kafka:9092")
     assert "accounted" in audit and "yes" in audit

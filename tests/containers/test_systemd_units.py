@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +18,7 @@ import pytest
 from infra.options import ROOT
 from infra.ports import HOST, Ports
 from tests.containers.docker import docker
+from tests.containers.serving_calls import answers, simulate
 from tests.e2e.loop_stack import wait_until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
@@ -125,27 +123,13 @@ class SystemdHost:
         return dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
 
     def states(self) -> dict[str, str]:
+        """Unit → whether it is active, inactive or failed."""
         return {unit: self.state(unit)["ActiveState"] for unit in UNITS}
 
     def commits(self) -> int:
         """The newest commit's number; 0 = none."""
         printed = self.run("roostream", "checkpoint", "list", "--store", STORE, "--json")
         return max((commit["seq"] for commit in json.loads(printed)), default=0)
-
-    def is_ready(self) -> bool:
-        """Whether serving is ready."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    def simulate(self) -> None:
-        """Send the requests of simulated users for 40 s."""
-        options = ("--serving", self.url, "--rate", "15", "--seconds", "40")
-        command = (sys.executable, "-m", "roostream.cli.main", "simulate", *options)
-        completed = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert completed.returncode == 0, completed.stderr
 
 
 _KAFKA: dict[str, Any] = {
@@ -183,8 +167,8 @@ def test_the_units_run_the_loop_under_systemd(host: SystemdHost) -> None:
     )
     host.run("systemctl", "enable", "--now", *(f"roostream-{unit}" for unit in UNITS))
     host.run("systemctl", "enable", "--now", "roostream.target")
-    wait_until("serving is ready", host.is_ready, _START_S)
-    host.simulate()
+    wait_until("serving is ready", lambda: answers(host.url, "/readyz"), _START_S)
+    simulate(host.url, 40)
     wait_until("training commits", lambda: host.commits() >= 2, _TRAIN_S)
     assert set(host.states().values()) == {"active"}, host.states()
     assert {unit for unit in UNITS if host.state(unit)["NRestarts"] != "0"} == set()
@@ -195,7 +179,7 @@ def test_the_units_run_the_loop_under_systemd(host: SystemdHost) -> None:
 
     host.run("systemctl", "kill", "--signal=KILL", "roostream-shard@0", "roostream-worker@0")
     before = host.commits()
-    host.simulate()
+    simulate(host.url, 40)
     wait_until("training goes on after kills", lambda: host.commits() > before + 1, _TRAIN_S)
     assert host.state("shard@0")["NRestarts"] == host.state("worker@0")["NRestarts"] == "1"
 
@@ -210,9 +194,9 @@ def test_the_units_run_the_loop_under_systemd(host: SystemdHost) -> None:
     wait_until("all programs stop", lambda: set(host.states().values()) == {"inactive"}, 60)
     assert {unit: host.state(unit)["Result"] for unit in UNITS} == dict.fromkeys(UNITS, "success")
     host.run("systemctl", "start", "roostream.target")
-    wait_until("serving is ready again", host.is_ready, _START_S)
+    wait_until("serving is ready again", lambda: answers(host.url, "/readyz"), _START_S)
     before = host.commits()
-    host.simulate()
+    simulate(host.url, 40)
     wait_until("training goes on after a stop", lambda: host.commits() > before + 1, _TRAIN_S)
     audit = ("roostream", "audit", "--kafka", "kafka:9092", "--window", "20s")
     wait_until("every event is accounted for", lambda: "yes" in host.run(*audit, check=False), _TRAIN_S)

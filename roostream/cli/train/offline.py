@@ -172,8 +172,8 @@ class _OfflineTraining:
             )
 
     def _open_session(self) -> TableInput | None:
-        """What to train, as it was fixed when an interrupted run began. None: only the move of the rows is
-        left.
+        """The session to train. An interrupted run continues with the one that it began with. None: all of it
+        is trained, and only the move of the rows from the workers to the shards is left.
 
         Raises:
             ConfigError: the home has another model, or the warehouse has no samples of these days.

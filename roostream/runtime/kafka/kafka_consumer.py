@@ -50,7 +50,7 @@ _UNREADABLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConsumerOptions:
-    """Which partitions a consumer reads, and how."""
+    """The partitions that a consumer reads, in which order, and how far ahead."""
 
     partitions: tuple[Partition, ...]
     prefix: str = ""
@@ -370,7 +370,8 @@ class KafkaConsumer:
         self._replace_stalled_client(now_s)
 
     def _replace_stalled_client(self, now_s: float) -> None:
-        """Replace the client if a partition had records at the last check of which none has arrived since."""
+        """Replace the client if a partition had records at the last check of which none has arrived since, or
+        if the client cannot reach the broker."""
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + self._stalled_s
@@ -385,6 +386,7 @@ class KafkaConsumer:
             if stalled and self._reopen:
                 names = ", ".join(map(self._name, stalled))
                 log.warning("%s: records of %s do not arrive; the client is replaced", self.what, names)
+                self._stalled_s = min(2 * self._stalled_s, _MAX_STALLED_S)
                 self._renew_client()
             elif self._end_offsets is not None:  # of another client, so nothing has to wait
                 ends = self._end_offsets.ends
@@ -393,7 +395,7 @@ class KafkaConsumer:
                 places = [self.options.topic_partition(p) for p in silent]
                 bounds = clients.bounds(self._client(), places, _CHECK_TIMEOUT_S)
                 self._ends_before = {p: end for p, (_, end) in zip(silent, bounds, strict=True)}
-        except KafkaException as error:  # tried again at the next check
+        except KafkaException as error:
             log.debug("%s", error)
             self._renew_client()
 
@@ -402,12 +404,14 @@ class KafkaConsumer:
         also when the broker is back (seen with librdkafka 2.16)."""
         if self._reopen is None:
             return
-        self._stalled_s = min(2 * self._stalled_s, _MAX_STALLED_S)
         try:
             self._replace_client(self._reopen())
             if self._is_assigned:
                 self._assign()
-        except (KafkaException, ConfigError) as error:  # its files are being replaced
+        except (
+            KafkaException,
+            ConfigError,
+        ) as error:  # its files are being replaced
             log.debug("%s", error)
 
     def _replace_client(self, client: Consumer) -> None:

@@ -233,7 +233,8 @@ class SplitReader:
 
 
 def _parts(piece: Piece, start: int, batch_requests: int) -> Iterator[tuple[int, Piece]]:
-    """Cut a piece into pieces of `batch_requests`; at least one, even without rows."""
+    """Cut a piece into pieces of at most `batch_requests` requests, each with the position where it begins. A
+    piece without rows is one."""
     for row in range(0, max(piece.num_rows, 1), batch_requests):
         part = piece.between(row, min(row + batch_requests, piece.num_rows))
         yield start, part
