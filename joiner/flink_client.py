@@ -166,7 +166,8 @@ class _Watcher:
             log.info("the job is %s%s", state, f" ({self.job.rest.failure(self.job.id)})" if failing else "")
             self._logged_state = state
         self.metrics.running.set(state == "RUNNING")
-        self._export_gauges()
+        if state != "INITIALIZING":  # such a job has no numbers yet: Flink refuses, and logs, the questions
+            self._export_gauges()
         self._count_losses()
         return self._stands_still if state == "RUNNING" else f"the job is {state}"
 

@@ -263,8 +263,11 @@ def application_config(arguments: list[str]) -> JoinerConfig:
 
 
 def application_main() -> None:
-    """Entry point inside a job manager (application mode): register the schema, wait for the topics, execute
-    the job.
+    """Entry point inside a job manager (application mode): register the schema, wait for the topics, submit
+    the job, and end.
+
+    It must not wait for the job: a job manager that is stopped ends the waiting process first, takes that for
+    a failure of the application, cancels the job, and deletes what it would be recovered from (Flink 2.3).
 
     Ends with one line and code 2 on an error, so that the cluster's log shows the reason.
     """
@@ -276,4 +279,4 @@ def application_main() -> None:
     except RoostreamError as error:
         print(f"error: joiner: {error}", file=sys.stderr)
         sys.exit(2)
-    job.execute(JOB_NAME)
+    job.execute_async(JOB_NAME)

@@ -155,9 +155,9 @@ class FlinkRest:
         for metric in (self.get(f"/jobs/{job}/metrics?get=numRestarts") or {}).get("list", []):
             values["restarts"] = float(metric["value"])
         checkpoints = self.get(f"/jobs/{job}/checkpoints") or {}
-        counts = checkpoints.get("counts", {})
-        values["checkpoints"] = float(counts.get("completed", 0))
-        values["failed_checkpoints"] = float(counts.get("failed", 0))
+        if counts := checkpoints.get("counts"):
+            values["checkpoints"] = float(counts["completed"])
+            values["failed_checkpoints"] = float(counts["failed"])
         if newest := (checkpoints.get("latest") or {}).get("completed"):
             values["checkpoint_ms"] = float(newest["latest_ack_timestamp"])
             values["checkpoint_duration_ms"] = float(newest["end_to_end_duration"])

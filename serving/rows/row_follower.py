@@ -191,8 +191,9 @@ class RowFollower:
         if now_s - self._older_since_s > _MAX_OLDER_S and incarnation != self._warned_of:
             self._warned_of = incarnation
             log.warning(
-                "a shard is in incarnation %d, but rows of incarnation %d are in memory: they are not known "
-                "to be current; if the checkpoint store was replaced, restart serving",
+                "a shard is in incarnation %d, but rows of incarnation %d are in memory, which are not known "
+                "to be current: the shard waits to be restored (`roostream status` tells for what), or the "
+                "checkpoint store was replaced; in that case restart serving",
                 incarnation,
                 known,
             )

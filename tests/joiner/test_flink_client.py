@@ -295,6 +295,19 @@ def test_a_job_that_recovers_by_high_availability_is_awaited(flink: FakeFlink) -
     assert health.unready() == "the job manager has not recovered the job yet"
 
 
+@pytest.mark.parametrize(("state", "is_asked"), [("INITIALIZING", False), ("RESTARTING", True)])
+def test_a_job_that_has_no_numbers_yet_is_not_asked_for_them(
+    state: str, is_asked: bool, flink: FakeFlink
+) -> None:
+    """Flink logs each such question as an unhandled exception."""
+    stop, meters = Stop(), JoinerMetrics(registry := CollectorRegistry())
+    flink.answers[f"/jobs/{JOB}"] = {"state": state}
+    flink.answers[f"/jobs/{JOB}/metrics?get=numRestarts"] = [{"id": "numRestarts", "value": "3"}]
+    threading.Timer(0.5, stop.set).start()
+    flink_client.watch(flink_client.FlinkJob(FlinkRest(flink.url), JOB), meters, Health(60), stop)
+    assert registry.get_sample_value("roostream_joiner_job_restarts") == (3.0 if is_asked else 0.0)
+
+
 def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFlink) -> None:
     metrics, stop, health = f"/jobs/{JOB}/vertices/s/subtasks/metrics", Stop(), Health(60)
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING", "vertices": [{"id": "s", "name": "Source: x"}]}

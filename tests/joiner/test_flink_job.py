@@ -6,9 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from infra.options import ROOT
+from joiner import flink_job
+from roostream.runtime.flink_rest import JOB_NAME
+
+SCHEMA = ROOT / "examples" / "shop" / "shop.toml"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 BUILD = """
@@ -32,3 +38,19 @@ def test_unaligned_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> No
     )
     error = completed.stderr.splitlines()[-1]
     assert "execution.checkpointing.unaligned.enabled" in error and "expected false" in error
+
+
+def test_the_program_in_a_job_manager_does_not_wait_for_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job manager that is stopped ends a waiting program first, takes that for a failure of the
+    application, cancels the job, and deletes what it would be recovered from."""
+    settings = f'bootstrap = "x:1"\nschema = "{SCHEMA}"\nstore = "{tmp_path}"\n'
+    (tmp_path / "joiner.toml").write_text(settings, encoding="utf-8")
+    submitted: list[str] = []
+    monkeypatch.setattr(flink_job, "register", lambda store, schema: None)
+    monkeypatch.setattr(flink_job, "wait_for_topics", lambda *arguments: None)
+    monkeypatch.setattr(flink_job, "build", lambda config: SimpleNamespace(execute_async=submitted.append))
+    monkeypatch.setattr(sys, "argv", ["joiner_job.py", "--config", f"{tmp_path}/joiner.toml"])
+    flink_job.application_main()
+    assert submitted == [JOB_NAME]

@@ -623,7 +623,9 @@ class Coordinator:
 
     def _retry_later(self, now_s: float) -> None:
         """Wait before the next RESTORE, longer after each refusal: until a roll-out has reached the member
-        with the older schema, it refuses every one. A restarted member ends the wait."""
+        with the older schema, it refuses every one. Those with the new schema must be sent it nevertheless:
+        it makes them ready, and a StatefulSet waits for that before it restarts the next member. A restarted
+        member ends the wait."""
         self._not_before_s = now_s + min(self.config.retry_s * 2**self._num_refused, _MAX_RETRY_S)
         self._num_refused = min(self._num_refused + 1, 8)
 
