@@ -38,6 +38,7 @@ from roostream.schema.schema import Schema
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
 _FORM = "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 _SHOWN = 12  # hex digits of a digest
+_TORCHREC_COLLECTIONS = {"EmbeddingBagCollection", "EmbeddingCollection"}
 _DIGEST = re.compile(f"[0-9a-f]{{{_SHOWN},64}}")
 
 
@@ -145,6 +146,8 @@ def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
 def _import_advice(error: BaseException, folder: Path | None) -> str:
     """What to do after a failed import; "" if the error says it. `folder`: of a file, whose neighbors are not
     imported."""
+    if isinstance(error, RoostreamError):
+        return ""
     if not isinstance(error, ImportError):
         exits = isinstance(error, SystemExit)
         return f"; {'an import may only define names' if exits else 'correct its code'}"
@@ -170,11 +173,15 @@ def _torch_settings_kept() -> Iterator[None]:
         torch.set_grad_enabled(before["grad mode"])
         if torch.get_default_device() != before["default device"]:
             torch.set_default_device(before["default device"])
+        torch.set_num_threads(before["number of threads"])
+        torch.set_float32_matmul_precision(before["precision of products"])
+        torch.use_deterministic_algorithms(before["use of deterministic algorithms"])
+        torch.autograd.set_detect_anomaly(before["detection of anomalies"])
     for name, value in before.items():
         if after[name] != value:
             raise ConfigError(
                 f"expected torch's {name} to stay {value}, as it holds for the whole process, got "
-                f"{after[name]}; set it where a tensor is made"
+                f"{after[name]}; leave it out, or set it for single tensors"
             )
 
 
@@ -183,6 +190,10 @@ def _torch_settings() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
         "default device": torch.get_default_device(),
+        "number of threads": torch.get_num_threads(),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "detection of anomalies": torch.is_anomaly_enabled(),
     }
 
 
@@ -296,9 +307,11 @@ class CustomModel(Model):
         with user_errors_as_config_errors(code, code.kind.rpartition(":")[2]):
             own = code.build(schema, config)
         if not isinstance(own, Model):
+            is_compiled = isinstance(getattr(own, "_orig_mod", None), Model)
+            advice = "compile modules inside of it" if is_compiled else "extend it and return one"
             raise ConfigError(
                 f"model {code.kind!r}: expected a roostream.models.model.Model, got {type(own).__name__} "
-                f"({code.files[0]}); extend it and return one"
+                f"({code.files[0]}); {advice}"
             )
         for wrong in _unfit_parts(own):
             raise ConfigError(f"model {code.kind!r}: {code.files[0]}: {wrong}")
@@ -343,8 +356,9 @@ class CustomModel(Model):
         code = getattr(inspect.unwrap(getattr(type(self.own), method)), "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `loss`. Raises ConfigError: it has none, or its graph is broken."""
+    def backward(self, loss: Tensor, inputs: Inputs) -> None:
+        """Compute the gradients of `loss`. Raises ConfigError: it has none, its graph is broken, or they are
+        sparse."""
         if not loss.requires_grad:
             raise ConfigError(
                 f"model {self._code.kind!r}: {self._place_of('loss')}: expected a loss with gradients, got "
@@ -352,19 +366,31 @@ class CustomModel(Model):
             )
         with user_errors_as_config_errors(self._code, "the backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
+        for tensor in (*self.parameters(), *inputs.rows.values()):
+            if tensor.grad is not None and tensor.grad.is_sparse:
+                raise ConfigError(
+                    f"model {self._code.kind!r}: {self._place_of('forward')}: expected dense gradients, got "
+                    "sparse ones; leave sparse = True out"
+                )
 
 
-def backward(model: Model, loss: Tensor) -> None:
-    """Compute the gradients of `loss`, a result of `model.loss`. Raises ConfigError: a custom model is at
-    fault."""
+def backward(model: Model, loss: Tensor, inputs: Inputs) -> None:
+    """Compute the gradients of `loss`, a result of `model.loss` for `inputs`. Raises ConfigError: a custom
+    model is at fault."""
     if isinstance(model, CustomModel):
-        model.backward(loss)
+        model.backward(loss, inputs)
     else:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _unfit_parts(own: nn.Module) -> Iterator[str]:
     """Sentences on parameters, buffers and layers that cannot be trained, stored or served."""
+    for name, layer in own.named_modules():
+        if names := _TORCHREC_COLLECTIONS & {base.__name__ for base in type(layer).__mro__}:
+            yield (
+                f"layer {name!r}: expected rows of the shards, got TorchRec's {min(names)} with rows of its own; "
+                "take RemoteEmbeddingBagCollection, or rows[stack] of the inputs for a sequence"
+            )
     for name, parameter in own.named_parameters():
         what = f"parameter {name!r}"
         if is_lazy(parameter):

@@ -181,6 +181,27 @@ def test_reserved_names_are_our_packages() -> None:
             "expected torch's default dtype to stay",
         ),
         ("import torch\ntorch.set_grad_enabled(False)", "", "expected torch's grad mode to stay True"),
+        ("import torch\ntorch.set_num_threads(63)", "", "expected torch's number of threads to stay"),
+        (
+            "import torch\ntorch.set_float32_matmul_precision('medium')",
+            "",
+            "expected torch's precision of products to stay highest",
+        ),
+        (
+            "import torch\ntorch.use_deterministic_algorithms(True)",
+            "",
+            "expected torch's use of deterministic algorithms to stay False",
+        ),
+        (
+            "import torch\ntorch.autograd.set_detect_anomaly(True)",
+            "",
+            "expected torch's detection of anomalies to stay False",
+        ),
+        (
+            CODE.replace("Config(", "ShopConfig(").replace("Custom" "ShopConfig", "CustomModelConfig"),
+            "rows = 3",
+            r"model.toml:2: key 'rows': expected a class Config with this field in .*shop.py",
+        ),
     ],
 )
 def test_an_invalid_module_is_rejected_in_one_sentence(
@@ -220,6 +241,10 @@ def test_a_python_file_in_place_of_a_toml_is_rejected(tmp_path: Path) -> None:
             r"parameter 'part.weight': expected it on the CPU, got meta",
         ),
         ("torch.nn.Embedding(3, 3, sparse=True)", r"layer 'part': expected dense gradients, got sparse"),
+        (
+            "torchrec.EmbeddingBagCollection([])",
+            r"layer 'part': expected rows of the shards, got TorchRec's Emb.*RemoteEmbeddingBagCollection",
+        ),
         ("Stateful()", r"expected tensors to store, got dict in 'part._extra_state'"),
     ],
 )
@@ -227,7 +252,7 @@ def test_parts_that_cannot_be_trained_or_stored_are_rejected_when_built(
     tmp_path: Path, part: str, message: str
 ) -> None:
     stateful = "class Stateful(torch.nn.Module):\n    def get_extra_state(self):\n        return {}\n\n"
-    code = CODE.replace("class Constant", f"{stateful}class Constant").replace(
+    code = CODE.replace("class Constant", f"import torchrec\n\n{stateful}class Constant").replace(
         "super().__init__()", f"super().__init__()\n        self.part = {part}"
     )
     with pytest.raises(ConfigError, match=f"shop.py: {message}"):
@@ -236,8 +261,9 @@ def test_parts_that_cannot_be_trained_or_stored_are_rejected_when_built(
 
 def test_a_broken_graph_of_a_loss_is_an_error_of_the_model(tmp_path: Path) -> None:
     model = build_model(SCHEMA, load_model_config(write_model(tmp_path, CODE)), 0)
+    inputs = inputs_of(make_batch(SCHEMA, [2]), train=True)
     with pytest.raises(ConfigError, match=r"shop.py:20: expected a loss with gradients, got one without"):
-        backward(model, torch.zeros(()))
+        backward(model, torch.zeros(()), inputs)
     leaf = torch.ones(3, requires_grad=True)
     value = leaf.exp()
     loss = (value * value).sum()
@@ -246,7 +272,7 @@ def test_a_broken_graph_of_a_loss_is_an_error_of_the_model(tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match=r"'shop.py:build' failed in the backward pass: RuntimeError.*inplace"
     ):
-        backward(model, loss)
+        backward(model, loss, inputs)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +296,11 @@ def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) ->
     ("right", "wrong", "message"),
     [
         ("return Constant(schema, config)", "return 3", r"model.Model, got int \(.*shop.py\)"),
+        (
+            "return Constant(schema, config)",
+            "return torch.compile(Constant(schema, config))",
+            r"got OptimizedModule \(.*shop.py\); compile modules inside of it",
+        ),
         (
             "return Constant(schema, config)",
             "return config.no",
