@@ -10,6 +10,7 @@ Letters: B candidates, T tasks, n candidates of one request.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -131,6 +132,17 @@ def check_model(schema: Schema, config: ModelConfig) -> list[Verdict]:
     return verdicts
 
 
+def digest_of_build(schema: Schema, config: ModelConfig) -> str:
+    """sha256 of a build's weights and logits, hex. Another process gets the same, unless the model depends on
+    the order of a set, which differs between processes."""
+    subject, digest = _CheckedModel(schema, config), hashlib.sha256()
+    for name, value in subject.initial.state_dict().items():
+        digest.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    for logits_nT in subject.together(subject.requests):
+        digest.update(logits_nT.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def forward_time_us(schema: Schema, config: ModelConfig) -> float:
     """µs of a forward pass over one request of 20 candidates, the median of 50, without decoding and row
     lookup."""
@@ -205,8 +217,12 @@ def _replaced_values(subject: _CheckedModel) -> Iterator[str]:
     if torch.equal(*states):  # the constructor sets a seed, so its random values are equal too
         return
     first, second = built
+    other = build_model(subject.schema, subject.config, 2)
     for name, parameter in subject.initial.named_parameters():
-        if torch.equal(first[name], second[name]) and not torch.equal(first[name], parameter):
+        # Those that adjust_initial_parameters sets do not depend on the seed.
+        is_drawn = not torch.equal(parameter, other.get_parameter(name)) or not parameter.any()
+        is_set = torch.equal(first[name], second[name]) and not torch.equal(first[name], parameter)
+        if is_drawn and is_set:
             yield (
                 f"expected {name} to get its initial values in adjust_initial_parameters, got them in __init__, "
                 "which does not count; move them there"
