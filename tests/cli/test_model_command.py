@@ -43,7 +43,9 @@ def test_a_model_that_depends_on_the_order_of_a_set_is_reported(tmp_path: Path, 
     code = CODE.replace("# more", order).replace("return z_BT", "return z_BT + torch.tensor(self.order[:2])")
     result = CliRunner().invoke(cli, ["check-model", write_model(tmp_path, code), "--schema", schema])
     assert result.exit_code == 2
-    assert "failed  same seed, same bits, same names: expected the same bits in another process" in result.output
+    assert (
+        "failed  same seed, same bits, same names: expected the same bits in another process" in result.output
+    )
 
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path, schema: str) -> None:

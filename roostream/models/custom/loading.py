@@ -59,6 +59,20 @@ class _Hashed(NamedTuple):
     module: Callable[[], ModuleType]
 
 
+_TORCH_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "use of deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "detection of anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+}
+"""Settings of torch for the whole process: how each is read and set."""
+
 _LOADED: dict[tuple[str, str], CustomCode] = {}  # by kind and digest; a process has one or two
 
 
@@ -162,39 +176,23 @@ def _import_advice(error: BaseException, folder: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def _torch_settings_kept() -> Iterator[None]:
-    """Restore torch's settings for the whole process. Raises ConfigError: the code inside changed one."""
-    before = _torch_settings()
+def _torch_settings_kept(where: str = "") -> Iterator[None]:
+    """Restore torch's settings for the whole process. Raises ConfigError: the code inside, which is at
+    `where`, changed one."""
+    before = {name: get() for name, (get, _) in _TORCH_SETTINGS.items()}
+    changed: dict[str, Any] = {}
     try:
         yield
-        after = _torch_settings()
     finally:
-        torch.set_default_dtype(before["default dtype"])
-        torch.set_grad_enabled(before["grad mode"])
-        if torch.get_default_device() != before["default device"]:
-            torch.set_default_device(before["default device"])
-        torch.set_num_threads(before["number of threads"])
-        torch.set_float32_matmul_precision(before["precision of products"])
-        torch.use_deterministic_algorithms(before["use of deterministic algorithms"])
-        torch.autograd.set_detect_anomaly(before["detection of anomalies"])
-    for name, value in before.items():
-        if after[name] != value:
-            raise ConfigError(
-                f"expected torch's {name} to stay {value}, as it holds for the whole process, got "
-                f"{after[name]}; leave it out, or set it for single tensors"
-            )
-
-
-def _torch_settings() -> dict[str, Any]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "grad mode": torch.is_grad_enabled(),
-        "default device": torch.get_default_device(),
-        "number of threads": torch.get_num_threads(),
-        "precision of products": torch.get_float32_matmul_precision(),
-        "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "detection of anomalies": torch.is_anomaly_enabled(),
-    }
+        for name, (get, set_to) in _TORCH_SETTINGS.items():
+            if (value := get()) != before[name]:
+                changed[name] = value
+                set_to(before[name])
+    for name, value in changed.items():
+        raise ConfigError(
+            f"{where}expected torch's {name} to stay {before[name]}, as it holds for the whole process, got "
+            f"{value}; leave it out"
+        )
 
 
 def _expected_code(expected: str, got: str, file: str) -> str:
@@ -304,7 +302,11 @@ class CustomModel(Model):
         self._code, self._num_tasks = code, len(schema.tasks)
         # Torch's attention computes other bits without gradients, unless its fast path is off.
         torch.backends.mha.set_fastpath_enabled(False)
-        with user_errors_as_config_errors(code, code.kind.rpartition(":")[2]):
+        function = code.kind.rpartition(":")[2]
+        with (
+            _torch_settings_kept(f"model {code.kind!r}: {code.files[0]}: {function}: "),
+            user_errors_as_config_errors(code, function),
+        ):
             own = code.build(schema, config)
         if not isinstance(own, Model):
             is_compiled = isinstance(getattr(own, "_orig_mod", None), Model)

@@ -341,6 +341,7 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
             if gradient is not None and not torch.isfinite(gradient).all():
                 yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
     yield from _untrained(subject)
+    yield from _mixed_up_labels(subject)
     half, _ = subject.learn(model, subject.batch(subject.requests), part_of=2)
     double, _ = subject.learn(model, subject.batch([*subject.requests, *subject.requests]))
     if _same_bits(value, half) and double < 1.5 * value:  # a mean, not a sum
@@ -348,7 +349,8 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
             "expected half the loss where a batch is half of a step, got the same; divide by targets.total_T "
             "if it is given"
         )
-    nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
+    batch = subject.batch(subject.requests)
+    nothing = subject.loss(model, batch, subject.inputs(batch, train=True), weight=0.0).detach()
     if float(nothing) != 0.0:
         advice = "divide by weights only where there are any" if torch.isnan(nothing) else "use weight_BT"
         yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; {advice}"
@@ -387,6 +389,30 @@ def _untrained(subject: _CheckedModel) -> Iterator[str]:
             yield (
                 f"expected gradients of {name} from the initial weights, got 0; vectors start at 0, so set "
                 "those that multiply in adjust_initial_parameters"
+            )
+
+
+def _mixed_up_labels(subject: _CheckedModel) -> Iterator[str]:
+    """Sentences on labels that change the gradients of other labels' logits, but not of their own."""
+    model, batch = subject.copy(), subject.batch(subject.requests)
+    inputs = subject.inputs(batch, train=True)
+    logits_BT = model(inputs).detach().requires_grad_()
+    label_BT, weight_BT = torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT)
+
+    def gradient(label_BT: Tensor) -> Tensor:
+        value = model.loss(inputs, logits_BT, Targets(label_BT, weight_BT))
+        (found_BT,) = torch.autograd.grad(value, logits_BT, allow_unused=True, materialize_grads=True)
+        return found_BT
+
+    before_BT = gradient(label_BT)
+    for t, name in enumerate(subject.schema.tasks):
+        other_BT = label_BT.clone()
+        other_BT[:, t] = 1 - other_BT[:, t]
+        changed_T = (gradient(other_BT) != before_BT).any(dim=0)
+        if changed_T.any() and not changed_T[t]:
+            yield (
+                f"expected label {name!r} to train column {t} of the logits, got column "
+                f"{int(changed_T.nonzero()[0])}; columns are in the order of the schema's labels"
             )
 
 

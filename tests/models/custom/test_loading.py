@@ -198,7 +198,7 @@ def test_reserved_names_are_our_packages() -> None:
             "expected torch's detection of anomalies to stay False",
         ),
         (
-            CODE.replace("Config(", "ShopConfig(").replace("Custom" "ShopConfig", "CustomModelConfig"),
+            CODE.replace("Config(", "ShopConfig(").replace("CustomShopConfig", "CustomModelConfig"),
             "rows = 3",
             r"model.toml:2: key 'rows': expected a class Config with this field in .*shop.py",
         ),
@@ -296,6 +296,11 @@ def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) ->
     ("right", "wrong", "message"),
     [
         ("return Constant(schema, config)", "return 3", r"model.Model, got int \(.*shop.py\)"),
+        (
+            "return Constant(schema, config)",
+            "torch.set_default_dtype(torch.float64); return Constant(schema, config)",
+            r"shop.py: build: expected torch's default dtype to stay torch.float32",
+        ),
         (
             "return Constant(schema, config)",
             "return torch.compile(Constant(schema, config))",

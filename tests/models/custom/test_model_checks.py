@@ -74,6 +74,12 @@ LISTS = """z_BT = torch.cat([self.blocks(z_nD[None])[0] if len(z_nD) else z_nD
             "# more": "torch.manual_seed(1)\n        self.last = torch.nn.Linear(self.width, self.width)",
             "return z_BT": "return self.last(z_BT)",
         },
+        # A loss without gradients if no candidate has a weight.
+        {
+            "        return (logits_BT": "        if not targets.weight_BT.any():\n"
+            "            return torch.zeros(())\n"
+            "        return (logits_BT"
+        },
         # A frozen layer of random values.
         {
             "# more": "self.first = torch.nn.Linear(4, 4).requires_grad_(False)",
@@ -210,6 +216,8 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
             SEED,
         ),
         ("# more", "torch.nn.init.eye_(self.layer.weight).requires_grad_(False)", SEED),
+        # Each label trains the logits of the other.
+        ("(logits_BT -", "(logits_BT.flip(1) -", LEARNS),
         ("return z_BT", f"{ENTRIES.strip()}\n        return z_BT + 0 * entry_LD.sum()", LEARNS),
         # Entries can be so old that their bucket is 122.
         (

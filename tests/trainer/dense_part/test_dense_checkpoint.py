@@ -103,7 +103,9 @@ def test_a_commit_of_custom_code_with_other_weights_is_rejected(
         model = build_model(make_schema("everything"), config, 0)
         trained.append((model, DenseAdam(model.named_parameters(), learning_rate=0.1)))
     tensors = dense_checkpoint.snapshot(*trained[0])
-    with pytest.raises(OtherVersionError, match=rf"expected model\.own\.{message}.*; use the code that wrote"):
+    with pytest.raises(
+        OtherVersionError, match=rf"expected model\.own\.{message}.*; use the code that wrote"
+    ):
         dense_checkpoint.restore(tensors, *trained[1], same_schema=True)
 
 
