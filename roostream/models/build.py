@@ -148,8 +148,8 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
         raise ConfigError(f"{file.location.describe('kind')}{error}") from None
     if code.config is CustomModelConfig and (settings := sorted(raw.keys() - {"kind", "code"})):
         raise ConfigError(
-            f"{file.location.describe(settings[0])}key {settings[0]!r}: expected a class Config with this field in "
-            f"{code.files[0]}, got no such class; call the class of the model's settings Config"
+            f"{file.location.describe(settings[0])}key {settings[0]!r}: expected a class Config with this "
+            f"field in {code.files[0]}, got no such class; call the class of the model's settings Config"
         )
     return load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
 

@@ -125,8 +125,8 @@ def restore(
         got = tensors[first].shape if first in tensors else "none"
         same = "the code" if is_custom else "the Roostream"
         raise OtherVersionError(
-            f"expected {first} {expected}, got {got}: the commit is of a model with other weights; use {same} "
-            "that wrote this commit, or start over with `roostream reset`"
+            f"expected {first} {expected}, got {got}: the commit is of a model with other weights; use "
+            f"{same} that wrote this commit, or start over with `roostream reset`"
         )
     if misfits:
         names = [name for name in misfits if name.startswith(weights_prefix)]

@@ -38,7 +38,9 @@ from roostream.schema.schema import Schema
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
 _FORM = "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 _SHOWN = 12  # hex digits of a digest
-_TORCHREC_COLLECTIONS = {"EmbeddingBagCollection", "EmbeddingCollection"}
+_TORCHREC_COLLECTIONS = {
+    f"torchrec.modules.embedding_modules.{name}" for name in ("EmbeddingBagCollection", "EmbeddingCollection")
+}
 _DIGEST = re.compile(f"[0-9a-f]{{{_SHOWN},64}}")
 
 
@@ -388,10 +390,11 @@ def backward(model: Model, loss: Tensor, inputs: Inputs) -> None:
 def _unfit_parts(own: nn.Module) -> Iterator[str]:
     """Sentences on parameters, buffers and layers that cannot be trained, stored or served."""
     for name, layer in own.named_modules():
-        if names := _TORCHREC_COLLECTIONS & {base.__name__ for base in type(layer).__mro__}:
+        bases = {f"{base.__module__}.{base.__name__}" for base in type(layer).__mro__}
+        if _TORCHREC_COLLECTIONS & bases:
             yield (
-                f"layer {name!r}: expected rows of the shards, got TorchRec's {min(names)} with rows of its own; "
-                "take RemoteEmbeddingBagCollection, or rows[stack] of the inputs for a sequence"
+                f"layer {name!r}: expected rows of the shards, got TorchRec's {type(layer).__name__} with "
+                "rows of its own; take RemoteEmbeddingBagCollection, or inputs.rows for a sequence"
             )
     for name, parameter in own.named_parameters():
         what = f"parameter {name!r}"

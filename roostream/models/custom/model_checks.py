@@ -224,8 +224,8 @@ def _replaced_values(subject: _CheckedModel) -> Iterator[str]:
         is_set = torch.equal(first[name], second[name]) and not torch.equal(first[name], parameter)
         if is_drawn and is_set:
             yield (
-                f"expected {name} to get its initial values in adjust_initial_parameters, got them in __init__, "
-                "which does not count; move them there"
+                f"expected {name} to get its initial values in adjust_initial_parameters, got them in "
+                "__init__, which does not count; move them there"
             )
 
 
@@ -309,7 +309,8 @@ def _runs_at_the_limits(subject: _CheckedModel) -> Iterator[str]:
     try:
         logits_nT = subject.alone(subject.served, request)
     except ConfigError as error:
-        yield f"for {num_candidates:,} candidates and full lists of any age: {error}; or lower max_candidates, max_len"
+        largest = f"{num_candidates:,} candidates and full lists of any age"
+        yield f"for {largest}: {error}; or lower max_candidates, max_len"
         return
     if not torch.isfinite(logits_nT).all():
         yield f"expected finite logits for {num_candidates:,} candidates and full lists, got others"
@@ -380,8 +381,9 @@ def _untrained(subject: _CheckedModel) -> Iterator[str]:
         now = {name for name, p in model.named_parameters() if _is_still(p)}
         still = now if still is None else still & now
         with torch.no_grad():
-            for parameter in (p for p in model.parameters() if p.grad is not None):
-                parameter.sub_(_FIRST_STEP * parameter.grad.sign())
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(_FIRST_STEP * parameter.grad.sign())
     model = subject.copy()
     value, inputs = subject.learn(model, batch)
     for name in sorted(still or ()):
