@@ -6,6 +6,7 @@ A kind of model is a row of KINDS with its configuration and `Model` class, or a
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,10 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
             f"{file.location.describe(settings[0])}key {settings[0]!r}: expected a class Config with this "
             f"field in {code.files[0]}, got no such class; call the class of the model's settings Config"
         )
-    return load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
+    with user_errors_as_config_errors(code, "Config"):
+        config = load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
+        json.dumps(dataclasses.asdict(config))  # as manifests store it
+    return config
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:

@@ -214,6 +214,25 @@ def test_an_invalid_module_is_rejected_in_one_sentence(
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (
+            "def __post_init__(self): raise ValueError('rows')",
+            r"failed in Config: .*shop.py:11: ValueError: rows",
+        ),
+        ("path: object = torch.float32", "failed in Config: TypeError: Object of type dtype is not JSON"),
+        ("path: 'Absent' = 3", "failed in Config: NameError: name 'Absent' is not defined"),
+    ],
+)
+def test_settings_that_fail_or_cannot_be_stored_are_rejected(
+    tmp_path: Path, field: str, message: str
+) -> None:
+    rows = 'rows: int = setting(3, "of its one matrix", ge=1)'
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(write_model(tmp_path, CODE.replace(rows, f"{rows}\n    {field}")))
+
+
 def test_the_error_names_a_package_without_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "shop_folder").mkdir()
