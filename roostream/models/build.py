@@ -6,6 +6,7 @@ A kind of model is a row of KINDS with its configuration and `Model` class, or a
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,15 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
         code = load_custom_code(raw["kind"], folder, str(raw.get("code", "")), raw.pop("replaces", ()))
     except ConfigError as error:
         raise ConfigError(f"{file.location.describe('kind')}{error}") from None
-    return load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
+    if code.config is CustomModelConfig and (settings := sorted(raw.keys() - {"kind", "code"})):
+        raise ConfigError(
+            f"{file.location.describe(settings[0])}key {settings[0]!r}: expected a class Config with this "
+            f"field in {code.files[0]}, got no such class; call the class of the model's settings Config"
+        )
+    with user_errors_as_config_errors(code, "Config"):
+        config = load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
+        json.dumps(dataclasses.asdict(config))  # as manifests store it
+    return config
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:

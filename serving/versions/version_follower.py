@@ -21,6 +21,7 @@ import torch
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError, describe_error, printable
 from roostream.models.build import model_config_from_dict
+from roostream.models.custom.loading import is_custom
 from roostream.models.inputs import changed_inputs
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -296,10 +297,11 @@ class VersionFollower:
                 "model", f"{manifest.name}: expected the configuration of its model: {error}"
             ) from None
         except RuntimeError as error:
+            same = "code" if is_custom(manifest.model.get("kind")) else "Roostream"
             raise VersionRefusedError(
                 "model",
                 f"{manifest.dense.name}: expected the parameters of its model, got others "
-                f"({' '.join(str(error).split())}); use the Roostream that wrote this commit",
+                f"({' '.join(str(error).split())}); use the {same} that wrote this commit",
             ) from None
         self.warm_up(version)
         return version

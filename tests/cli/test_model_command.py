@@ -38,6 +38,16 @@ def test_a_broken_rule_is_reported_with_exit_code_2(tmp_path: Path, schema: str)
     assert "checks failed (docs/bring-your-own-model.md)" in result.stderr
 
 
+def test_a_model_that_depends_on_the_order_of_a_set_is_reported(tmp_path: Path, schema: str) -> None:
+    order = "self.order = [*map(int, {str(n) for n in range(30)})]"
+    code = CODE.replace("# more", order).replace("return z_BT", "return z_BT + torch.tensor(self.order[:2])")
+    result = CliRunner().invoke(cli, ["check-model", write_model(tmp_path, code), "--schema", schema])
+    assert result.exit_code == 2
+    assert (
+        "failed  same seed, same bits, same names: expected the same bits in another process" in result.output
+    )
+
+
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path, schema: str) -> None:
     result = CliRunner().invoke(cli, ["check-model", str(tmp_path / "absent.py"), "--schema", schema])
     assert "can't be read: expected a Python file, got No such file" in str(result.exception)

@@ -64,6 +64,19 @@ def test_a_commit_of_the_code_that_this_code_replaces_is_served(tmp_path: Path) 
     assert served and versions.newest.name == "1-1"
 
 
+def test_a_commit_with_other_weights_than_the_code_that_replaces_it_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    committed = load_model_config(write_model(tmp_path / "committed", CODE))
+    digest = dataclasses.asdict(committed)["code"][:12]
+    corrected = CODE.replace("# more", "self.last = torch.nn.Linear(2, 2)")
+    load_model_config(write_model(tmp_path / "corrected", corrected, f'replaces = ["{digest}"]'))
+    # A process of serving has loaded the corrected code only.
+    served, versions = follow_commit(tmp_path / "store", committed, code=digest + "0" * 52)
+    assert not served and versions.newest.name == "0-0"
+    assert "use the code that wrote this commit" in caplog.text
+
+
 def test_an_error_of_custom_code_is_logged_and_answered_without_paths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

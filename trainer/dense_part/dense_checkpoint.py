@@ -19,6 +19,7 @@ from roostream.errors import ConfigError, OtherVersionError
 from roostream.models import named_columns
 from roostream.models.build import ADDED_PARTS, build_model
 from roostream.models.config import ModelConfig
+from roostream.models.custom.loading import CustomModel
 from roostream.models.model import Model
 from roostream.models.named_columns import ColumnNames
 from roostream.schema.schema import Feature, Schema
@@ -87,8 +88,8 @@ def restore(
     `fresh`, whose inputs have changed.
 
     Raises:
-        OtherVersionError: `same_schema`, and a weight or its optimizer state is missing or has another shape.
-        Nothing was changed.
+        OtherVersionError: `same_schema`, and a weight or its optimizer state is missing or has another shape,
+        or a custom model lacks a weight of the commit. Nothing was changed.
     """
     weights_prefix = _TRAINED if any(name.startswith(_TRAINED) for name in tensors) else "model."
     wanted = [(f"{weights_prefix}{name}", value) for name, value in model.state_dict().items()]
@@ -116,12 +117,16 @@ def restore(
         for n, value in wanted
         if n not in tensors or tensors[n].shape != tuple(value.shape) or n in starts_anew
     }
-    if misfits and same_schema:
-        first, value = next(iter(misfits.items()))
+    is_custom = isinstance(model, CustomModel)
+    removed = [n for n in tensors if is_custom and n.startswith(weights_prefix) and n not in dict(wanted)]
+    if same_schema and (misfits or removed):
+        first = next(iter((*misfits, *removed)))
+        expected = f"of shape {tuple(misfits[first].shape)}" if first in misfits else "to be no weight"
         got = tensors[first].shape if first in tensors else "none"
+        same = "the code" if is_custom else "the Roostream"
         raise OtherVersionError(
-            f"expected {first} of shape {tuple(value.shape)}, got {got}: this version builds the model "
-            "differently; use the Roostream that wrote this commit, or start over with `roostream reset`"
+            f"expected {first} {expected}, got {got}: the commit is of a model with other weights; use "
+            f"{same} that wrote this commit, or start over with `roostream reset`"
         )
     if misfits:
         names = [name for name in misfits if name.startswith(weights_prefix)]

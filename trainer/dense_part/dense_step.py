@@ -124,7 +124,7 @@ class DenseTrainer:
     def _differentiate(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> None:
         with self.stages("backward"):
             self.optimizer.zero_grad()
-            backward(self.model, self.model.loss(pulled.inputs, logits_BT, targets))
+            backward(self.model, self.model.loss(pulled.inputs, logits_BT, targets), pulled.inputs)
             total_T = targets.weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
             for part in self._linear:
                 newton.scale_gradients(part, total_T)

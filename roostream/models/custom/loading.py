@@ -38,6 +38,9 @@ from roostream.schema.schema import Schema
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
 _FORM = "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 _SHOWN = 12  # hex digits of a digest
+_TORCHREC_COLLECTIONS = {
+    f"torchrec.modules.embedding_modules.{name}" for name in ("EmbeddingBagCollection", "EmbeddingCollection")
+}
 _DIGEST = re.compile(f"[0-9a-f]{{{_SHOWN},64}}")
 
 
@@ -57,6 +60,20 @@ class _Hashed(NamedTuple):
     digest: str
     module: Callable[[], ModuleType]
 
+
+_TORCH_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "use of deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "detection of anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+}
+"""Settings of torch for the whole process: how each is read and set."""
 
 _LOADED: dict[tuple[str, str], CustomCode] = {}  # by kind and digest; a process has one or two
 
@@ -145,6 +162,8 @@ def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
 def _import_advice(error: BaseException, folder: Path | None) -> str:
     """What to do after a failed import; "" if the error says it. `folder`: of a file, whose neighbors are not
     imported."""
+    if isinstance(error, RoostreamError):
+        return ""
     if not isinstance(error, ImportError):
         exits = isinstance(error, SystemExit)
         return f"; {'an import may only define names' if exits else 'correct its code'}"
@@ -159,31 +178,23 @@ def _import_advice(error: BaseException, folder: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def _torch_settings_kept() -> Iterator[None]:
-    """Restore torch's settings for the whole process. Raises ConfigError: the code inside changed one."""
-    before = _torch_settings()
+def _torch_settings_kept(where: str = "") -> Iterator[None]:
+    """Restore torch's settings for the whole process. Raises ConfigError: the code inside, which is at
+    `where`, changed one."""
+    before = {name: get() for name, (get, _) in _TORCH_SETTINGS.items()}
+    changed: dict[str, Any] = {}
     try:
         yield
-        after = _torch_settings()
     finally:
-        torch.set_default_dtype(before["default dtype"])
-        torch.set_grad_enabled(before["grad mode"])
-        if torch.get_default_device() != before["default device"]:
-            torch.set_default_device(before["default device"])
-    for name, value in before.items():
-        if after[name] != value:
-            raise ConfigError(
-                f"expected torch's {name} to stay {value}, as it holds for the whole process, got "
-                f"{after[name]}; set it where a tensor is made"
-            )
-
-
-def _torch_settings() -> dict[str, Any]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "grad mode": torch.is_grad_enabled(),
-        "default device": torch.get_default_device(),
-    }
+        for name, (get, set_to) in _TORCH_SETTINGS.items():
+            if (value := get()) != before[name]:
+                changed[name] = value
+                set_to(before[name])
+    for name, value in changed.items():
+        raise ConfigError(
+            f"{where}expected torch's {name} to stay {before[name]}, as it holds for the whole process, got "
+            f"{value}; leave it out"
+        )
 
 
 def _expected_code(expected: str, got: str, file: str) -> str:
@@ -293,12 +304,18 @@ class CustomModel(Model):
         self._code, self._num_tasks = code, len(schema.tasks)
         # Torch's attention computes other bits without gradients, unless its fast path is off.
         torch.backends.mha.set_fastpath_enabled(False)
-        with user_errors_as_config_errors(code, code.kind.rpartition(":")[2]):
+        function = code.kind.rpartition(":")[2]
+        with (
+            _torch_settings_kept(f"model {code.kind!r}: {code.files[0]}: {function}: "),
+            user_errors_as_config_errors(code, function),
+        ):
             own = code.build(schema, config)
         if not isinstance(own, Model):
+            is_compiled = isinstance(getattr(own, "_orig_mod", None), Model)
+            advice = "compile modules inside of it" if is_compiled else "extend it and return one"
             raise ConfigError(
                 f"model {code.kind!r}: expected a roostream.models.model.Model, got {type(own).__name__} "
-                f"({code.files[0]}); extend it and return one"
+                f"({code.files[0]}); {advice}"
             )
         for wrong in _unfit_parts(own):
             raise ConfigError(f"model {code.kind!r}: {code.files[0]}: {wrong}")
@@ -343,8 +360,9 @@ class CustomModel(Model):
         code = getattr(inspect.unwrap(getattr(type(self.own), method)), "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `loss`. Raises ConfigError: it has none, or its graph is broken."""
+    def backward(self, loss: Tensor, inputs: Inputs) -> None:
+        """Compute the gradients of `loss`. Raises ConfigError: it has none, its graph is broken, or they are
+        sparse."""
         if not loss.requires_grad:
             raise ConfigError(
                 f"model {self._code.kind!r}: {self._place_of('loss')}: expected a loss with gradients, got "
@@ -352,19 +370,32 @@ class CustomModel(Model):
             )
         with user_errors_as_config_errors(self._code, "the backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
+        for tensor in (*self.parameters(), *inputs.rows.values()):
+            if tensor.grad is not None and tensor.grad.is_sparse:
+                raise ConfigError(
+                    f"model {self._code.kind!r}: {self._place_of('forward')}: expected dense gradients, got "
+                    "sparse ones; leave sparse = True out"
+                )
 
 
-def backward(model: Model, loss: Tensor) -> None:
-    """Compute the gradients of `loss`, a result of `model.loss`. Raises ConfigError: a custom model is at
-    fault."""
+def backward(model: Model, loss: Tensor, inputs: Inputs) -> None:
+    """Compute the gradients of `loss`, a result of `model.loss` for `inputs`. Raises ConfigError: a custom
+    model is at fault."""
     if isinstance(model, CustomModel):
-        model.backward(loss)
+        model.backward(loss, inputs)
     else:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _unfit_parts(own: nn.Module) -> Iterator[str]:
     """Sentences on parameters, buffers and layers that cannot be trained, stored or served."""
+    for name, layer in own.named_modules():
+        bases = {f"{base.__module__}.{base.__name__}" for base in type(layer).__mro__}
+        if _TORCHREC_COLLECTIONS & bases:
+            yield (
+                f"layer {name!r}: expected rows of the shards, got TorchRec's {type(layer).__name__} with "
+                "rows of its own; take RemoteEmbeddingBagCollection, or inputs.rows for a sequence"
+            )
     for name, parameter in own.named_parameters():
         what = f"parameter {name!r}"
         if is_lazy(parameter):

@@ -9,6 +9,8 @@ Letters: B candidates, T tasks, n candidates of one request.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.models.build import build_model
-from roostream.models.config import ModelConfig
-from roostream.models.custom.loading import backward
+from roostream.models.config import CustomModelConfig, ModelConfig
+from roostream.models.custom.loading import CustomModel, backward, loaded_code
 from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.model import Model, Targets
 from roostream.runtime import tensor_file
@@ -38,6 +40,8 @@ _COUNTS = (3, 1, 0, 11, 17, 2)  # candidates a request: groups of several sizes,
 _CLOSE = 1e-5
 _MAX_CANDIDATES, _MAX_LIST = 2000, 2000  # of the largest request that is tried
 _TIMED, _TIMED_CANDIDATES = 50, 20
+_MATTERS = 1e-4  # change of the loss, relative
+_FIRST_STEPS, _FIRST_STEP = 3, 0.01
 
 
 class Verdict(NamedTuple):
@@ -97,13 +101,18 @@ class _CheckedModel:
         """The loss after `backward`, and the inputs with the rows' gradients. `part_of`: the batch is this
         part of a step, so 2 = a half."""
         inputs = self.inputs(batch, train=True)
+        model.zero_grad()
+        value = self.loss(model, batch, inputs, weight, part_of)
+        backward(model, value, inputs)
+        return value.detach(), inputs
+
+    def loss(
+        self, model: Model, batch: Batch, inputs: Inputs, weight: float = 1.0, part_of: int = 1
+    ) -> Tensor:
         targets = Targets(torch.from_numpy(batch.label_BT), weight * torch.from_numpy(batch.weight_BT))
         if part_of > 1:
             targets = targets._replace(total_T=part_of * targets.weight_BT.sum(dim=0))
-        model.zero_grad()
-        value = model.loss(inputs, model(inputs), targets)
-        backward(model, value)
-        return value.detach(), inputs
+        return model.loss(inputs, model(inputs), targets)
 
 
 def check_model(schema: Schema, config: ModelConfig) -> list[Verdict]:
@@ -121,6 +130,17 @@ def check_model(schema: Schema, config: ModelConfig) -> list[Verdict]:
             if len(verdicts) == 1:
                 break
     return verdicts
+
+
+def digest_of_build(schema: Schema, config: ModelConfig) -> str:
+    """sha256 of a build's weights and logits, hex. Another process gets the same, unless the model depends on
+    the order of a set, which differs between processes."""
+    subject, digest = _CheckedModel(schema, config), hashlib.sha256()
+    for name, value in subject.initial.state_dict().items():
+        digest.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    for logits_nT in subject.together(subject.requests):
+        digest.update(logits_nT.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def forward_time_us(schema: Schema, config: ModelConfig) -> float:
@@ -179,6 +199,33 @@ def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
             yield (
                 "expected the same logits from two builds with the same seed, got others; remove dropout and "
                 "random tensors, and keep lists of layers in nn.ModuleList"
+            )
+    yield from _replaced_values(subject)
+
+
+def _replaced_values(subject: _CheckedModel) -> Iterator[str]:
+    """Sentences on parameters that start with other values than the constructor gives them. Random values do
+    not count: they differ between two builds."""
+    if not isinstance(subject.config, CustomModelConfig):
+        return
+    code, built, states = loaded_code(dataclasses.asdict(subject.config)), [], []
+    for seed in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            built.append(dict(CustomModel(code, subject.schema, subject.config).named_parameters()))
+            states.append(torch.get_rng_state())
+    if torch.equal(*states):  # the constructor sets a seed, so its random values are equal too
+        return
+    first, second = built
+    other = build_model(subject.schema, subject.config, 2)
+    for name, parameter in subject.initial.named_parameters():
+        # Those that adjust_initial_parameters sets do not depend on the seed.
+        is_drawn = not torch.equal(parameter, other.get_parameter(name)) or not parameter.any()
+        is_set = torch.equal(first[name], second[name]) and not torch.equal(first[name], parameter)
+        if is_drawn and is_set:
+            yield (
+                f"expected {name} to get its initial values in adjust_initial_parameters, got them in "
+                "__init__, which does not count; move them there"
             )
 
 
@@ -262,7 +309,8 @@ def _runs_at_the_limits(subject: _CheckedModel) -> Iterator[str]:
     try:
         logits_nT = subject.alone(subject.served, request)
     except ConfigError as error:
-        yield f"for {num_candidates:,} candidates and full lists: {error}; or lower max_candidates, max_len"
+        largest = f"{num_candidates:,} candidates and full lists of any age"
+        yield f"for {largest}: {error}; or lower max_candidates, max_len"
         return
     if not torch.isfinite(logits_nT).all():
         yield f"expected finite logits for {num_candidates:,} candidates and full lists, got others"
@@ -293,6 +341,8 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
         for name, gradient in gradients.items():
             if gradient is not None and not torch.isfinite(gradient).all():
                 yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
+    yield from _untrained(subject)
+    yield from _mixed_up_labels(subject)
     half, _ = subject.learn(model, subject.batch(subject.requests), part_of=2)
     double, _ = subject.learn(model, subject.batch([*subject.requests, *subject.requests]))
     if _same_bits(value, half) and double < 1.5 * value:  # a mean, not a sum
@@ -300,10 +350,102 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
             "expected half the loss where a batch is half of a step, got the same; divide by targets.total_T "
             "if it is given"
         )
-    nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
+    batch = subject.batch(subject.requests)
+    nothing = subject.loss(model, batch, subject.inputs(batch, train=True), weight=0.0).detach()
     if float(nothing) != 0.0:
         advice = "divide by weights only where there are any" if torch.isnan(nothing) else "use weight_BT"
         yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; {advice}"
+
+
+def _untrained(subject: _CheckedModel) -> Iterator[str]:
+    """Sentences on numbers that the loss depends on and that training would never change."""
+    batch, model = subject.batch(subject.requests), subject.copy()
+    inputs, again = (subject.inputs(batch, train=True) for _ in range(2))
+    kept = _leaves(subject.loss(model, batch, inputs)) & _leaves(subject.loss(model, batch, again))
+    for tensor in kept.difference(model.parameters()):
+        yield (
+            "expected tensors that require gradients to be parameters, got one of shape "
+            f"{tuple(tensor.shape)}; make it an nn.Parameter of a module, a list of them an nn.ParameterList"
+        )
+    value, inputs = subject.learn(model, batch)
+    for name, tensor in {**dict(model.named_parameters()), **inputs.rows}.items():
+        what = f"rows of {name}" if name in inputs.rows else name
+        if _is_still(tensor) and _matters(subject, model, tensor, batch, inputs, value):
+            yield (
+                f"expected gradients of {what}, on which the loss depends, got none; look for detach, .data, "
+                "no_grad, round and sign, or freeze a parameter with requires_grad = False"
+            )
+    model, still = build_model(subject.schema, subject.config, 1), None
+    for _ in range(_FIRST_STEPS):
+        subject.learn(model, batch)
+        now = {name for name, p in model.named_parameters() if _is_still(p)}
+        still = now if still is None else still & now
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(_FIRST_STEP * parameter.grad.sign())
+    model = subject.copy()
+    value, inputs = subject.learn(model, batch)
+    for name in sorted(still or ()):
+        if _matters(subject, model, model.get_parameter(name), batch, inputs, value):
+            yield (
+                f"expected gradients of {name} from the initial weights, got 0; vectors start at 0, so set "
+                "those that multiply in adjust_initial_parameters"
+            )
+
+
+def _mixed_up_labels(subject: _CheckedModel) -> Iterator[str]:
+    """Sentences on labels that change the gradients of other labels' logits, but not of their own."""
+    model, batch = subject.copy(), subject.batch(subject.requests)
+    inputs = subject.inputs(batch, train=True)
+    logits_BT = model(inputs).detach().requires_grad_()
+    label_BT, weight_BT = torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT)
+
+    def gradient(label_BT: Tensor) -> Tensor:
+        value = model.loss(inputs, logits_BT, Targets(label_BT, weight_BT))
+        (found_BT,) = torch.autograd.grad(value, logits_BT, allow_unused=True, materialize_grads=True)
+        return found_BT
+
+    before_BT = gradient(label_BT)
+    for t, name in enumerate(subject.schema.tasks):
+        other_BT = label_BT.clone()
+        other_BT[:, t] = 1 - other_BT[:, t]
+        changed_T = (gradient(other_BT) != before_BT).any(dim=0)
+        if changed_T.any() and not changed_T[t]:
+            yield (
+                f"expected label {name!r} to train column {t} of the logits, got column "
+                f"{int(changed_T.nonzero()[0])}; columns are in the order of the schema's labels"
+            )
+
+
+def _leaves(loss: Tensor) -> set[Tensor]:
+    """The tensors that `backward` would give a gradient."""
+    found, seen, waiting = set(), set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found |= {node.variable} if hasattr(node, "variable") else set()
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _is_still(tensor: Tensor) -> bool:
+    """Whether a tensor that should be trained has no gradient, or one of 0."""
+    return tensor.requires_grad and tensor.numel() > 0 and (tensor.grad is None or not tensor.grad.any())
+
+
+@torch.no_grad()
+def _matters(
+    subject: _CheckedModel, model: Model, tensor: Tensor, batch: Batch, inputs: Inputs, value: Tensor
+) -> bool:
+    """Whether the loss is not `value` if `tensor`, a parameter or rows of the inputs, has other numbers."""
+    before = tensor.clone()
+    tensor.add_(0.1 * torch.cos(torch.arange(tensor.numel())).view(tensor.shape))
+    changed = subject.loss(model, batch, inputs)
+    tensor.copy_(before)
+    return bool((changed - value).abs() > _MATTERS * value.abs())
 
 
 def _is_safe_to_store(subject: _CheckedModel) -> Iterator[str]:
@@ -355,6 +497,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 TIME_MS = 1_700_000_000_000
 _MAX_ENTRIES, _NUM_IDS, _OLDEST_MS = 9, 40, 10**9
+_MAX_AGE_MS = (1 << 63) - 1  # times are any 64-bit integers
 _ID_GAP = (1 << 63) // _NUM_IDS  # ids are any 64-bit integers, as strings are hashed
 
 
@@ -374,7 +517,7 @@ def example_request(
 ) -> ExampleRequest:
     """A request, equal for equal arguments. `known`: some floats and lists are missing and some lists are
     empty; everything is missing; all lists are empty; or nothing is missing, and lists of the request are
-    full."""
+    full, with entries of any age."""
     random, n = np.random.default_rng(seed), num_candidates
     ro = {f.name: _value(f, random, known, _full(schema, f)) for f in schema.ro}
     nro = {f.name: [_value(f, random, known, 1) for _ in range(n)] for f in schema.nro}
@@ -427,7 +570,8 @@ def _value(f: Feature, random: np.random.Generator, known: str, full: int) -> ob
     if f.kind == "weighted_ids":
         return {"ids": ids, "weights": random.exponential(1.0, length).tolist()}
     ids_of = {c: random.integers(0, 3, length).tolist() for c in f.id_columns}
+    oldest_ms = _MAX_AGE_MS if known == "all" else _OLDEST_MS
     times_of = {
-        c: (TIME_MS - np.sort(random.integers(0, _OLDEST_MS, length))).tolist() for c in f.time_columns
+        c: (TIME_MS - np.sort(random.integers(0, oldest_ms, length))).tolist() for c in f.time_columns
     }
     return {main_key(f): ids, **ids_of, **times_of}

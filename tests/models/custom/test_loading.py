@@ -181,6 +181,27 @@ def test_reserved_names_are_our_packages() -> None:
             "expected torch's default dtype to stay",
         ),
         ("import torch\ntorch.set_grad_enabled(False)", "", "expected torch's grad mode to stay True"),
+        ("import torch\ntorch.set_num_threads(63)", "", "expected torch's number of threads to stay"),
+        (
+            "import torch\ntorch.set_float32_matmul_precision('medium')",
+            "",
+            "expected torch's precision of products to stay highest",
+        ),
+        (
+            "import torch\ntorch.use_deterministic_algorithms(True)",
+            "",
+            "expected torch's use of deterministic algorithms to stay False",
+        ),
+        (
+            "import torch\ntorch.autograd.set_detect_anomaly(True)",
+            "",
+            "expected torch's detection of anomalies to stay False",
+        ),
+        (
+            CODE.replace("Config(", "ShopConfig(").replace("CustomShopConfig", "CustomModelConfig"),
+            "rows = 3",
+            r"model.toml:2: key 'rows': expected a class Config with this field in .*shop.py",
+        ),
     ],
 )
 def test_an_invalid_module_is_rejected_in_one_sentence(
@@ -191,6 +212,25 @@ def test_an_invalid_module_is_rejected_in_one_sentence(
         load_model_config(write_model(tmp_path, code, toml))
     assert "\n" not in str(error.value)
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (
+            "def __post_init__(self): raise ValueError('rows')",
+            r"failed in Config: .*shop.py:11: ValueError: rows",
+        ),
+        ("path: object = torch.float32", "failed in Config: TypeError: Object of type dtype is not JSON"),
+        ("path: 'Absent' = 3", "failed in Config: NameError: name 'Absent' is not defined"),
+    ],
+)
+def test_settings_that_fail_or_cannot_be_stored_are_rejected(
+    tmp_path: Path, field: str, message: str
+) -> None:
+    rows = 'rows: int = setting(3, "of its one matrix", ge=1)'
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(write_model(tmp_path, CODE.replace(rows, f"{rows}\n    {field}")))
 
 
 def test_the_error_names_a_package_without_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +260,10 @@ def test_a_python_file_in_place_of_a_toml_is_rejected(tmp_path: Path) -> None:
             r"parameter 'part.weight': expected it on the CPU, got meta",
         ),
         ("torch.nn.Embedding(3, 3, sparse=True)", r"layer 'part': expected dense gradients, got sparse"),
+        (
+            "torchrec.EmbeddingBagCollection([])",
+            r"layer 'part': expected rows of the shards, got TorchRec's Emb.*RemoteEmbeddingBagCollection",
+        ),
         ("Stateful()", r"expected tensors to store, got dict in 'part._extra_state'"),
     ],
 )
@@ -227,7 +271,7 @@ def test_parts_that_cannot_be_trained_or_stored_are_rejected_when_built(
     tmp_path: Path, part: str, message: str
 ) -> None:
     stateful = "class Stateful(torch.nn.Module):\n    def get_extra_state(self):\n        return {}\n\n"
-    code = CODE.replace("class Constant", f"{stateful}class Constant").replace(
+    code = CODE.replace("class Constant", f"import torchrec\n\n{stateful}class Constant").replace(
         "super().__init__()", f"super().__init__()\n        self.part = {part}"
     )
     with pytest.raises(ConfigError, match=f"shop.py: {message}"):
@@ -236,8 +280,9 @@ def test_parts_that_cannot_be_trained_or_stored_are_rejected_when_built(
 
 def test_a_broken_graph_of_a_loss_is_an_error_of_the_model(tmp_path: Path) -> None:
     model = build_model(SCHEMA, load_model_config(write_model(tmp_path, CODE)), 0)
+    inputs = inputs_of(make_batch(SCHEMA, [2]), train=True)
     with pytest.raises(ConfigError, match=r"shop.py:20: expected a loss with gradients, got one without"):
-        backward(model, torch.zeros(()))
+        backward(model, torch.zeros(()), inputs)
     leaf = torch.ones(3, requires_grad=True)
     value = leaf.exp()
     loss = (value * value).sum()
@@ -246,7 +291,7 @@ def test_a_broken_graph_of_a_loss_is_an_error_of_the_model(tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match=r"'shop.py:build' failed in the backward pass: RuntimeError.*inplace"
     ):
-        backward(model, loss)
+        backward(model, loss, inputs)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +315,16 @@ def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) ->
     ("right", "wrong", "message"),
     [
         ("return Constant(schema, config)", "return 3", r"model.Model, got int \(.*shop.py\)"),
+        (
+            "return Constant(schema, config)",
+            "torch.set_default_dtype(torch.float64); return Constant(schema, config)",
+            r"shop.py: build: expected torch's default dtype to stay torch.float32",
+        ),
+        (
+            "return Constant(schema, config)",
+            "return torch.compile(Constant(schema, config))",
+            r"got OptimizedModule \(.*shop.py\); compile modules inside of it",
+        ),
         (
             "return Constant(schema, config)",
             "return config.no",

@@ -61,7 +61,30 @@ LISTS = """z_BT = torch.cat([self.blocks(z_nD[None])[0] if len(z_nD) else z_nD
     "pairs",
     [
         # PyTorch's transformer over the candidates, a norm and a scalar parameter.
-        {"self.layer = torch.nn.Linear(4, self.width)": TRANSFORMER, "return z_BT": LISTS},
+        {
+            "self.layer = torch.nn.Linear(4, self.width)": TRANSFORMER,
+            "return z_BT": LISTS,
+            "    def forward": "    def adjust_initial_parameters(self):\n"
+            "        self.scale.fill_(1.0)\n\n"
+            "    def forward",
+        },
+        # A loss that is summed up from a tensor that requires gradients, and a constructor with a seed.
+        {
+            "return (logits_BT": "return torch.zeros((), requires_grad=True) + (logits_BT",
+            "# more": "torch.manual_seed(1)\n        self.last = torch.nn.Linear(self.width, self.width)",
+            "return z_BT": "return self.last(z_BT)",
+        },
+        # A loss without gradients if no candidate has a weight.
+        {
+            "        return (logits_BT": "        if not targets.weight_BT.any():\n"
+            "            return torch.zeros(())\n"
+            "        return (logits_BT"
+        },
+        # A frozen layer of random values.
+        {
+            "# more": "self.first = torch.nn.Linear(4, 4).requires_grad_(False)",
+            "self.layer(x_BG)": "self.layer(self.first(x_BG))",
+        },
         # A model without dense parameters: only embedding rows are trained.
         {
             "self.layer = torch.nn.Linear(4, self.width)": "",
@@ -114,6 +137,11 @@ AVERAGE_IN_LOSS = """    average = torch.ones(())
     def loss(self, inputs, logits_BT, targets):
         self.average.mul_(0.9).add_(0.1 * targets.label_BT.mean())
         return self.average *"""
+HOOK = "self.layer.register_forward_hook(lambda layer, x, z_BT: z_BT"
+POOLED = "__import__('roostream.models.feature_encoders').models.feature_encoders.pool_features(inputs)"
+ENTRIES = """
+        history, rows_UD = inputs.sequences['history'], inputs.rows['d4-adagrad']
+        entry_LD = torch.nn.functional.embedding(history.index_L, rows_UD, sparse=True)"""
 BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
 
 
@@ -164,6 +192,39 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         (".sum()\n", ".sum() / targets.weight_BT.sum()\n", LEARNS),
         (".sum()\n", ".sum() / targets.weight_BT.sum().clamp(min=1)\n", LEARNS),  # ignores total_T
         (".sum()\n", ".mean()\n", LEARNS),
+        # What the loss depends on would never be trained.
+        ("self.layer(x_BG)", "torch.addmm(self.layer.bias, x_BG, self.layer.weight.detach().T)", LEARNS),
+        ("return z_BT", "return z_BT.sign()", LEARNS),
+        ("return z_BT", f"return z_BT + {POOLED}['item'].detach().sum(dim=1, keepdim=True)", LEARNS),
+        ("# more", f"last = torch.zeros(self.width, requires_grad=True)\n        {HOOK} + last)", LEARNS),
+        (
+            "# more",
+            f"self.last = [torch.nn.Parameter(torch.zeros(1))]\n        {HOOK} + self.last[0])",
+            LEARNS,
+        ),
+        # The product of two vectors that start at 0 stays 0.
+        (
+            "# more",
+            "self.a, self.b = (torch.nn.Parameter(torch.zeros(self.width)) for _ in range(2))\n"
+            f"        {HOOK} + self.a * self.b)",
+            LEARNS,
+        ),
+        # Values of a constructor do not count: this gain starts at 0.
+        (
+            "# more",
+            f"self.gain = torch.nn.Parameter(torch.ones(self.width))\n        {HOOK} * self.gain)",
+            SEED,
+        ),
+        ("# more", "torch.nn.init.eye_(self.layer.weight).requires_grad_(False)", SEED),
+        # Each label trains the logits of the other.
+        ("(logits_BT -", "(logits_BT.flip(1) -", LEARNS),
+        ("return z_BT", f"{ENTRIES.strip()}\n        return z_BT + 0 * entry_LD.sum()", LEARNS),
+        # Entries can be so old that their bucket is 122.
+        (
+            "return z_BT",
+            "return z_BT + 0 * torch.zeros(64)[inputs.sequences['history'].bucket_L['time']].sum()",
+            LARGE,
+        ),
     ],
 )
 def test_a_violated_rule_is_reported(tmp_path: Path, right: str, wrong: str, check: str) -> None:

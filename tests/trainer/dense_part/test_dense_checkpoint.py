@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 from roostream.errors import OtherVersionError
-from roostream.models.build import build_model
+from roostream.models.build import build_model, load_model_config
 from roostream.models.ranker import Ranker
 from roostream.runtime import tensor_file
 from roostream.schema.schema_file import schema_from_dict
+from tests.models.custom.test_loading import CODE, write_model
 from tests.models.model_cases import LABELS, inputs_of, make_batch, make_schema
 from tests.models.model_checks import SMALL, trained_model
 from trainer.dense_part import dense_checkpoint
@@ -78,6 +80,33 @@ def test_another_shape_is_rejected_under_the_same_schema() -> None:
     with pytest.raises(OtherVersionError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
         dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
     assert all((before[k] == v).all() for k, v in dense_checkpoint.snapshot(model, optimizer).items())
+
+
+BIAS = "self.bias = torch.nn.Parameter(torch.zeros(config.rows, len(schema.tasks)))"
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("self.bias = torch.nn.Parameter(torch.zeros(5, 2))", r"bias of shape \(5, 2\), got \(3, 2\)"),
+        (f"{BIAS}; self.more = torch.nn.Linear(2, 2)", r"more\.weight of shape \(2, 2\), got none"),
+        ("self.first = torch.nn.Parameter(torch.zeros(3, 2))", r"first of shape \(3, 2\), got none"),
+        ("pass", r"bias to be no weight, got \(3, 2\)"),
+    ],
+)
+def test_a_commit_of_custom_code_with_other_weights_is_rejected(
+    tmp_path: Path, weights: str, message: str
+) -> None:
+    trained = []
+    for folder, code in {"committed": CODE, "corrected": CODE.replace(BIAS, weights)}.items():
+        config = load_model_config(write_model(tmp_path / folder, code))
+        model = build_model(make_schema("everything"), config, 0)
+        trained.append((model, DenseAdam(model.named_parameters(), learning_rate=0.1)))
+    tensors = dense_checkpoint.snapshot(*trained[0])
+    with pytest.raises(
+        OtherVersionError, match=rf"expected model\.own\.{message}.*; use the code that wrote"
+    ):
+        dense_checkpoint.restore(tensors, *trained[1], same_schema=True)
 
 
 def test_a_changed_schema_keeps_the_weights_that_fit(caplog: pytest.LogCaptureFixture) -> None:
