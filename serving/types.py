@@ -83,7 +83,7 @@ class RankOptions(msgspec.Struct, frozen=True):
 
 
 _Value = str | int | bool
-FilterValue = Annotated[_Value | list[_Value], described("or a list: one of them")]
+FilterValue = Annotated[_Value | list[_Value], described("a list: one of them; or one value")]
 
 
 class RetrieveFields(UserFields, kw_only=True, **FORBID):
@@ -125,8 +125,8 @@ class RankedAnswer(ListAnswer, kw_only=True):
 class RankAnswer(RankedAnswer, Generic[S], kw_only=True, omit_defaults=True):
     """The scores of all candidates and their order. The list is logged, so that it becomes a sample."""
 
-    scores: Annotated[Sequence[S], described("by candidate, in the request's order")]
-    order: Annotated[list[Index], described("candidates' indices, first slot first")]
+    scores: Annotated[Sequence[S], described("by candidate, in the request's order; not with ?top=…")]
+    order: Annotated[list[Index], described("candidates' indices, first slot first; not with ?top=…")]
     ranked: Annotated[list[PlainId], described("with ?ranked=true: item ids, first slot first")] = []
 
 
