@@ -58,7 +58,7 @@ def build_types(schema: Schema) -> JsonTypes:
     ]
     row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
     count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
-    items = Annotated[list[Id], limits("one a candidate, each once", uniqueItems=True, **count)]
+    items = Annotated[list[Id], limits("one a candidate, each once", **count)]
     columnar = [(f, _column(value[f.name], schema)) for f in _columnar(schema)]
     columns = _struct("CandidateColumns", columnar, [("item_id", items)])
     both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]

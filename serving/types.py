@@ -38,7 +38,7 @@ def described(description: str) -> Meta:
 TEXT = limits("at most 64 bytes of UTF-8", maxLength=MAX_TEXT_BYTES)
 NAME = limits("1 to 64 bytes of UTF-8", minLength=1, maxLength=MAX_TEXT_BYTES)
 PlainId = Annotated[int, limits(minimum=-(1 << 63), maximum=MASK64)] | Annotated[str, limits(minLength=1)]
-ID_TEXT = "an integer passes through, a string is hashed; no empty one"
+ID_TEXT = "an integer of 64 bits, signed or not, passes through; a string is hashed; no empty one"
 Id = Annotated[PlainId, described(ID_TEXT)]
 VersionName = Annotated[
     str, limits("empty = the newest; 404 if it is not loaded", pattern=r"^(\d{1,20}-\d{1,20})?$")

@@ -197,8 +197,6 @@ def _limits(schema: dict[str, Any]) -> str:
             out.append(f"{' to '.join(bounds)}{unit}")
         elif bounds:
             out.append(f"{'at least' if low in schema else 'at most'} {bounds[0]}{unit}")
-    if schema.get("uniqueItems"):
-        out.append("each once")
     if "pattern" in schema:
         out.append(f"`{schema['pattern']}`")
     for inner in _inner(schema):

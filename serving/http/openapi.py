@@ -184,7 +184,6 @@ def for_generators(schema: Any) -> Any:
 
     - Java and Go use 32 bits for an `integer` without a format, Go also for a `number`. Go refuses a maximum
       beyond 64 signed bits.
-    - A list of unique values becomes a set without an order.
     - A field with a `default` becomes a required one in TypeScript, and the default of a union does not
       compile in Go. Such a field may be left out, so that a union need not allow null, which does not compile
       in Java.
@@ -202,7 +201,6 @@ def for_generators(schema: Any) -> Any:
     has_default, default = "default" in schema, schema.pop("default", None)
     if default:
         schema["description"] = f"{schema['description']}; {json.dumps(default)} if left out"
-    schema.pop("uniqueItems", None)
     least, most = schema.get("minimum", -(1 << 63)), schema.get("maximum", MASK64)
     if most == MASK64:
         schema.pop("maximum", None)
