@@ -58,14 +58,17 @@ def build_types(schema: Schema) -> JsonTypes:
     ]
     row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
     count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
-    items = Annotated[list[Id], limits("one a candidate, each once", uniqueItems=True, **count)]
+    items = Annotated[list[Id], limits("one a candidate, each once", **count)]
     columnar = [(f, _column(value[f.name], schema)) for f in _columnar(schema)]
     columns = _struct("CandidateColumns", columnar, [("item_id", items)])
     both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]
     rank = msgspec.defstruct(
         "RankRequest",
         [
-            ("candidates", Annotated[both, described("rows, or columns; each item once")]),
+            (
+                "candidates",
+                Annotated[both, described("rows, or CandidateColumns instead of the list; each item once")],
+            ),
             ("ro", ro, msgspec.field(default_factory=ro)),
         ],
         bases=(RankFields,),
@@ -140,7 +143,7 @@ def _value(f: Feature, schema: Schema) -> Any:
     if f.kind == "float":
         return Annotated[float, FLOAT] | None
     if f.kind == "ids":
-        return Id | several(Id) | None
+        return Annotated[Id | several(Id), described("a list, or one id without it")] | None
     if f.kind == "weighted_ids":
         return (
             msgspec.defstruct(
@@ -373,7 +376,7 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
             400, "expected JSON of this interface, got one that is nested too deeply", "$"
         ) from None
     except msgspec.DecodeError as error:
-        if not isinstance(error, msgspec.ValidationError) and (got := _other_format(body)):
+        if not isinstance(error, msgspec.ValidationError) and (got := _other_format(body, str(error))):
             raise RequestError(400, f"expected JSON in UTF-8, got {got}", "$") from None
         raise _decode_error(str(error), known) from None
     return decoded
@@ -387,10 +390,15 @@ _BEGINNINGS = {
 }
 
 
-def _other_format(body: bytes) -> str:
-    """What a body is that is no JSON, if its beginning tells, else ""."""
+_LONE_SURROGATE = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"')
+
+
+def _other_format(body: bytes, message: str) -> str:
+    """What a body is that is no JSON, if its beginning or the message of the decoder tells, else ""."""
     if not body.strip():
         return "an empty body"
+    if "surrogate" in message or ("truncated" in message and _LONE_SURROGATE.search(body)):
+        return "half of a surrogate pair in a string"
     return next((got for beginning, got in _BEGINNINGS.items() if body.startswith(beginning)), "")
 
 
@@ -425,7 +433,10 @@ def _other_place(name: str, path: str, known: dict[str, tuple[str, ...]]) -> str
     return ""
 
 
-_OPTIONAL = re.compile(r"[$.\[\]\d]+\.(user_id|session_id|surface|ro)")
+_OPTIONAL = re.compile(
+    r"[$.\[\]\d]+\.(user_id|session_id|surface|ro|value)"
+    r"|\$\.(request_id|append|first_position|model_version|k|retrieved|task|exclude|exclude_seen|filter)"
+)
 _CANDIDATE = re.compile(r"\$\.candidates\[\d+\]")
 
 

@@ -38,7 +38,7 @@ def described(description: str) -> Meta:
 TEXT = limits("at most 64 bytes of UTF-8", maxLength=MAX_TEXT_BYTES)
 NAME = limits("1 to 64 bytes of UTF-8", minLength=1, maxLength=MAX_TEXT_BYTES)
 PlainId = Annotated[int, limits(minimum=-(1 << 63), maximum=MASK64)] | Annotated[str, limits(minLength=1)]
-ID_TEXT = "an integer passes through, a string is hashed; no empty one"
+ID_TEXT = "an integer of 64 bits, signed or not, passes through; a string is hashed; no empty one"
 Id = Annotated[PlainId, described(ID_TEXT)]
 VersionName = Annotated[
     str, limits("empty = the newest; 404 if it is not loaded", pattern=r"^(\d{1,20}-\d{1,20})?$")
@@ -83,7 +83,7 @@ class RankOptions(msgspec.Struct, frozen=True):
 
 
 _Value = str | int | bool
-FilterValue = Annotated[_Value | list[_Value], described("or a list: one of them")]
+FilterValue = Annotated[_Value | list[_Value], described("a list: one of them; or one value")]
 
 
 class RetrieveFields(UserFields, kw_only=True, **FORBID):
@@ -125,8 +125,8 @@ class RankedAnswer(ListAnswer, kw_only=True):
 class RankAnswer(RankedAnswer, Generic[S], kw_only=True, omit_defaults=True):
     """The scores of all candidates and their order. The list is logged, so that it becomes a sample."""
 
-    scores: Annotated[Sequence[S], described("by candidate, in the request's order")]
-    order: Annotated[list[Index], described("candidates' indices, first slot first")]
+    scores: Annotated[Sequence[S], described("by candidate, in the request's order; not with ?top=…")]
+    order: Annotated[list[Index], described("candidates' indices, first slot first; not with ?top=…")]
     ranked: Annotated[list[PlainId], described("with ?ranked=true: item ids, first slot first")] = []
 
 

@@ -41,8 +41,8 @@ Every `POST` may have them, and a bearer key in `Authorization` where keys are o
 _ERRORS = """\
 ## Errors
 
-Every error is JSON of the type [Error](#error). Nothing was logged, unless the text says so. Each route
-lists the statuses that it can answer with; any path can also answer 404 `not_found` and 405
+Every error is JSON of the type [ErrorAnswer](#erroranswer). Nothing was logged, unless the text says so. Each
+route lists the statuses that it can answer with; any path can also answer 404 `not_found` and 405
 `method_not_allowed`."""
 _SHOP = ROOT / "examples" / "shop" / "shop.toml"
 _REF = "#/components/schemas/"
@@ -164,8 +164,8 @@ def _type(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_REF)
         return "id" if name == "Id" else f"[{name}](#{name.lower()})"
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if kinds := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_type, kinds)))
     if isinstance(schema.get("type"), list):
         return " or ".join(_type({**schema, "type": kind}) for kind in schema["type"])
     if schema.get("type") == "array":
@@ -197,8 +197,6 @@ def _limits(schema: dict[str, Any]) -> str:
             out.append(f"{' to '.join(bounds)}{unit}")
         elif bounds:
             out.append(f"{'at least' if low in schema else 'at most'} {bounds[0]}{unit}")
-    if schema.get("uniqueItems"):
-        out.append("each once")
     if "pattern" in schema:
         out.append(f"`{schema['pattern']}`")
     for inner in _inner(schema):

@@ -23,7 +23,6 @@ from serving.http.middleware import DEADLINE
 from serving.http.tracing import DOCUMENTED
 from serving.types import ID_TEXT, Error, PlainId, limits
 
-BINARY = {"type": "string", "format": "binary"}
 VERSION_HEADER = "x-model-version"
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -57,7 +56,7 @@ VERSION = {
     "description": "as `model_version` in the body",
     "schema": {"type": "string"},
 }
-_NAMES = {"EngagementBody": "Engagement"}  # names of generated classes, where the types' names do not fit
+_NAMES = {"EngagementBody": "Engagement", "Error": "ErrorAnswer"}  # an `Error` is another class in TypeScript
 
 
 class TypeComponents:
@@ -118,7 +117,22 @@ class TypeComponents:
         """The content of a JSON body or answer of one of these types."""
         schemas = [self.schema_of(kind) for kind in kinds]
         shown = {} if example is None else {"example": msgspec.to_builtins(example)}
-        return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, **shown}}
+        return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}, **shown}}
+
+    def json_with_options(self, kind: Any, *others: Any, example: object) -> dict[str, Any]:
+        """The content of an answer that is of one of these types, by the query. They are one component with
+        the name of the first: of two types, Java takes the wrong one, and TypeScript reads the fields of
+        both."""
+        content = self.json(kind, example=example)
+        names = [self.schema_of(each)["$ref"].removeprefix(_REF.format(name="")) for each in (kind, *others)]
+        components = [self.schemas[name] for name in names]
+        for name, component in zip(names[1:], components[1:], strict=True):
+            components[0]["properties"] |= component["properties"]
+            del self.schemas[name]
+        components[0]["required"] = [
+            field for field in components[0]["required"] if all(field in c["required"] for c in components)
+        ]
+        return content
 
     def scored(self, kind: Any) -> Any:
         """A generic type with the scores of this schema."""
@@ -134,8 +148,6 @@ class TypeComponents:
         renamed = json.loads(text)
         for name, component in renamed["components"].items():
             component["title"] = name
-            if "properties" in component:
-                component["additionalProperties"] = False
             self.schemas[name] = for_generators(component)
         schema: dict[str, Any] = for_generators(renamed["schema"])
         return schema
@@ -170,10 +182,13 @@ class TypeComponents:
 def for_generators(schema: Any) -> Any:
     """Rewrite a JSON Schema of msgspec for generators of typed clients.
 
-    - Java and Go use 32 bits for an `integer` without a format.
+    - Java and Go use 32 bits for an `integer` without a format, Go also for a `number`. Go refuses a maximum
+      beyond 64 signed bits.
     - A field with a `default` becomes a required one in TypeScript, and the default of a union does not
       compile in Go. Such a field may be left out, so that a union need not allow null, which does not compile
       in Java.
+    - A union with a list does not compile in Java and TypeScript, and cannot be sent in Python. It becomes
+      the list. Serving also takes the other form; answers have no such unions.
     """
     if isinstance(schema, list):
         return [for_generators(part) for part in schema]
@@ -187,18 +202,23 @@ def for_generators(schema: Any) -> Any:
     if default:
         schema["description"] = f"{schema['description']}; {json.dumps(default)} if left out"
     least, most = schema.get("minimum", -(1 << 63)), schema.get("maximum", MASK64)
+    if most == MASK64:
+        schema.pop("maximum", None)
+    if schema.get("type") == "array":
+        schema.setdefault("items", {})  # any value; some generators refuse a list without it
     if schema.get("type") == "integer" and (least < -(1 << 31) or most >= 1 << 31):
         schema["format"] = "int64"
+    elif schema.get("type") == "number":
+        schema["format"] = "double"
     if "anyOf" in schema:
         kinds = schema.pop("anyOf")
         others = [kind for kind in kinds if kind != _NULL]
-        if all(kind.keys() == {"type"} for kind in kinds):
-            schema["type"] = [kind["type"] for kind in kinds]  # in Go, null would be each of them
-        elif len(others) > 1:
+        lists = [kind for kind in others if kind.get("type") == "array"]
+        if len(lists or others) > 1:
             schema["anyOf"] = others if has_default else kinds
         else:
-            schema = {**others[0], **schema}
-            if "type" in schema:
+            schema = {**(lists or others)[0], **schema}
+            if "type" in schema and _NULL in kinds:
                 schema["type"] = [schema["type"], "null"]
     return {"$ref": _REF.format(name="Id")} if schema.get("anyOf") == _ID["anyOf"] else schema
 

@@ -38,7 +38,7 @@ from serving.http.body import (
 )
 from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
 from serving.http.middleware import UNTIL_S, parse_positive
-from serving.http.openapi import BINARY, VERSION, VERSION_HEADER, TypeComponents, query_parameters
+from serving.http.openapi import VERSION, VERSION_HEADER, TypeComponents, query_parameters
 from serving.http.scoring_queue import ScoringQueue
 from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
@@ -177,16 +177,18 @@ def add_rank_route(traffic: Traffic) -> None:
     about = types.traffic(
         "rank",
         "Rank the candidates of a request",
-        types.json(parser.types.rank, example=examples.rank_example(schema))
-        | {PROTOBUF: {"schema": {**BINARY, "description": "a roo.Impression without scores"}}},
-        types.json(types.scored(RankAnswer), types.scored(TopAnswer), example=examples.answer_example(schema))
-        | {PROTOBUF: {"schema": {**BINARY, "description": "a roo.RankAnswer, for a client that accepts it"}}},
+        types.json(parser.types.rank, example=examples.rank_example(schema)),
+        types.json_with_options(
+            types.scored(RankAnswer), types.scored(TopAnswer), example=examples.answer_example(schema)
+        ),
         [*query_parameters(RankOptions), VERSION],
     )
 
     @traffic.router.post("/v1/rank", name="rank", **about)
     async def rank(request: Request) -> Response:
-        """All candidates are scored, and the list is logged before it is returned."""
+        """All candidates are scored, and the list is logged before it is returned. A body of the type
+        `application/x-protobuf` is a `roo.Impression` without scores; a client that accepts this type gets a
+        `roo.RankAnswer`."""
         scope = request.scope
         options = parse_rank_options(scope["query_string"])
         media = request_media_type(scope, (JSON, PROTOBUF))
@@ -216,8 +218,8 @@ def add_engagements_route(traffic: Traffic) -> None:
     many = Annotated[list[EngagementBody], limits(maxItems=MAX_ENGAGEMENTS)]
     about = types.traffic(
         "engage",
-        "Send engagements",
-        types.json(EngagementBody, many, example=examples.engagement_example(context.schema)),
+        "Send a list of engagements, or one without a list",
+        types.json(many, example=[examples.engagement_example(context.schema)]),
         types.json(EngagementsAnswer, example=examples.ENGAGED),
         without=(404, 504),
     )

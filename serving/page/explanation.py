@@ -34,21 +34,22 @@ from serving.scorer import RowReader, Version, probabilities
 from serving.types import Index, PlainId
 
 
-class RowCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RowCount(msgspec.Struct, frozen=True):
     """Embedding rows that a value uses, and how many of them differ from their initial value."""
 
     needed: int
     learned: int
 
 
-class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FeatureEffect(msgspec.Struct, frozen=True):
     """One feature of the request (one value) or of each candidate."""
 
     name: str
     side: Annotated[str, Meta(description="ro: of the request; nro: of a candidate")]
     kind: str
     values: Annotated[
-        list[float | str | None], Meta(description="as scored; lists of ids as text; null = missing")
+        list[Any],  # a union with null does not compile in Go and is not read in Java
+        Meta(description="as scored: numbers, lists of ids as text, null = missing"),
     ]
     rows: Annotated[list[RowCount] | None, Meta(description="null: it has no rows")]
     changes: Annotated[
@@ -60,14 +61,14 @@ class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
 
 
-class ExplainedCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExplainedCandidate(msgspec.Struct, frozen=True):
     """A candidate of the explanation, which lists them in the order of the request."""
 
     item_id: PlainId
     scores: dict[str, float]
 
 
-class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExplainAnswer(msgspec.Struct, frozen=True):
     """Scores and their explanation; nothing was logged."""
 
     request_id: str

@@ -159,6 +159,8 @@ BAD_BODIES = [
     (gzip.compress(b"{}"), "$", "content-encoding: gzip", "compressed without the header"),
     (b"{", "$", "truncated", "half a body"),
     (b"\xff{}", "$", "malformed", "not JSON"),
+    (b'{"surface":"\\ud800"}', "$", "surrogate pair", "a text that JavaScript cut within an emoji"),
+    (body_with("append", None), "$.append", "leave it out", "null of a client that sends all fields"),
     ([], "$", "Expected `object`", "another shape"),
     ({}, "$", "missing required field `candidates`", "nothing to rank"),
     (body_with("candidates", 3), "$.candidates", "Expected `object | array`", "no list"),

@@ -285,7 +285,8 @@ def test_documented_examples_work(client: Client) -> None:
     features = schemas["CandidateFeatures"]["properties"]
     assert list(features) == [f.name for f in SCHEMA.nro]
     assert features["clicks"]["description"] == "filled in by serving when missing: clicks_1h"
-    assert schemas["TopAnswer"]["required"] == ["request_id", "degraded", "model_version", "top"]
+    assert schemas["RankAnswer"]["required"] == ["request_id", "degraded", "model_version"]
+    assert {"scores", "order", "ranked", "top"} <= set(schemas["RankAnswer"]["properties"])
     assert {"item_id", *features} == set(schemas["CandidateColumns"]["properties"])
     assert {"item_id", "nro", *features} == set(schemas["CandidateRow"]["properties"])
     assert http.get("/docs").status_code == 200
