@@ -226,6 +226,13 @@ def committed_by_job(config: JoinerConfig) -> FetchOffsets:
     return partial(committed_offsets, client, options)
 
 
+def has_committed(fetch: FetchOffsets, stop: threading.Event) -> bool:
+    """Whether a job has committed offsets to Kafka; `fetch` is retried while Kafka is away. Raises
+    UnavailableError: `stop` was set."""
+    offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
+    return any(offset.next >= 0 for offset in offsets.values())
+
+
 def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threading.Event) -> None:
     """Check that the folder `config.restore` has not lost its restore points. `fetch` returns what the job
     has committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
@@ -235,8 +242,7 @@ def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threadi
     """
     if not config.restore or _restore_point(config.restore):
         return
-    offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
-    if any(offset.next >= 0 for offset in offsets.values()):
+    if has_committed(fetch, stop):
         raise UnavailableError(
             f"expected a savepoint or checkpoint in {config.restore}, because a job has committed its "
             "offsets to Kafka, got none: make the folder's files available again, or delete the consumer "
@@ -304,6 +310,11 @@ def flink_home() -> Path:
                 "one"
             )
         return Path(home)
+    return pyflink_home()
+
+
+def pyflink_home() -> Path:
+    """The folder of the installed PyFlink. Raises SetupError if PyFlink is not installed."""
     spec = importlib.util.find_spec("pyflink")
     if spec is None or spec.origin is None:
         raise SetupError("apache-flink is not installed; run `make setup`")

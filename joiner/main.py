@@ -9,12 +9,11 @@ from collections.abc import Callable
 from prometheus_client import REGISTRY
 
 from joiner.config import JoinerConfig
-from joiner.flink_client import FetchOffsets, committed_by_job, run_flink
+from joiner.flink_client import FetchOffsets, committed_by_job, has_committed, run_flink
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import OUTPUTS
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError
 from roostream.runtime import metrics_server, program
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.flink_rest import JOB_NAME
@@ -68,14 +67,12 @@ def check_engine(config: JoinerConfig, connect: Callable[[], FetchOffsets], stop
                 f"expected engine = 'local', whose snapshots are in {config.home}, got 'flink', which would "
                 "join all events again; set it back, or delete the snapshots if that is wanted"
             )
-    elif config.engine == "local":
-        offsets = Backoff(what="the joiner's offsets in Kafka").until(connect(), (UnavailableError,), stop)
-        if any(offset.next >= 0 for offset in offsets.values()):
-            raise ConfigError(
-                "expected engine = 'flink', whose job has committed its offsets to Kafka, got 'local' "
-                f"without a snapshot in {config.home}, which would join all events again; set it back, or "
-                f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka if that is wanted"
-            )
+    elif config.engine == "local" and has_committed(connect(), stop):
+        raise ConfigError(
+            "expected engine = 'flink', whose job has committed its offsets to Kafka, got 'local' "
+            f"without a snapshot in {config.home}, which would join all events again; set it back, or "
+            f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka if that is wanted"
+        )
 
 
 def run_local(

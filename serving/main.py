@@ -62,7 +62,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
     schema, store = load_schema(config.schema), open_checkpoint_store(config.store)
-    tls = TlsContext(config.tls) if config.tls else None
+    tls = TlsContext(config) if config.tls_certificate else None
     with contextlib.ExitStack() as resources:
         metrics_server.serve(config, health, tls=tls)
         wait_for_store(lambda: register(store, schema), stop, health=health)

@@ -85,7 +85,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
     health = Health(config.stalled_after_ms / 1000)
     metrics_port = metrics_server.serve(config, health)
     metrics_address = reachable_address(config.metrics_host, metrics_port, config.controller)
-    if metrics_address and config.tls:
+    if metrics_address and config.tls_certificate:
         metrics_address = f"https://{metrics_address}"
 
     schema, model_config = load_schema(config.schema), load_model_config(config.model)

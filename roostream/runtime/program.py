@@ -135,10 +135,10 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def setup_logging(form: LogFormat = "text", level: str = "") -> None:
-    """Log to standard error. `level`: by default of the environment variable ROOSTREAM_LOG. Raises
-    ConfigError for an unknown level, after setting INFO."""
-    level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
+def setup_logging(form: LogFormat) -> None:
+    """Log to standard error, at the level of the environment variable ROOSTREAM_LOG. Raises ConfigError for
+    an unknown level, after setting INFO."""
+    level = (os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
     # TorchRec's fbgemm_gpu logs a line for each of its 15 libraries.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.flink_cluster import pyflink_home
 from infra.jars import COMPILER_JARS, CONNECTOR_JARS, find_java
 from infra.prepare import JAVA_SOURCES, compile_java
+from joiner.flink_client import pyflink_home
 from joiner.local_engine import PartitionTime
 from joiner.outputs import Output
 from joiner.state import Engagement, Impression
