@@ -21,8 +21,7 @@ from infra.home import Home
 from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR, java_flags
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
-from joiner.flink_client import pyflink_home
-from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.flink_rest import FlinkRest, pyflink_home
 from roostream.schema.settings import setting_error
 
 JOB_MANAGER = "flink-jm"

@@ -4,7 +4,6 @@ interface."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -23,11 +22,11 @@ from joiner.config import JoinerConfig
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
-from roostream.errors import ConfigError, OtherVersionError, SetupError, UnavailableError
+from roostream.errors import ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime import die_with_parent
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.flink_rest import ENDED, JOB_NAME, RULES_KEY, FlinkRest
+from roostream.runtime.flink_rest import ENDED, JOB_NAME, RULES_KEY, FlinkRest, pyflink_home
 from roostream.runtime.flink_restore_points import newest_restore_point
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
@@ -311,14 +310,6 @@ def flink_home() -> Path:
             )
         return Path(home)
     return pyflink_home()
-
-
-def pyflink_home() -> Path:
-    """The folder of the installed PyFlink. Raises SetupError if PyFlink is not installed."""
-    spec = importlib.util.find_spec("pyflink")
-    if spec is None or spec.origin is None:
-        raise SetupError("apache-flink is not installed; run `make setup`")
-    return Path(spec.origin).parent
 
 
 def _client_environment(tmp: str) -> dict[str, str]:

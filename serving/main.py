@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS
@@ -31,11 +31,6 @@ log = logging.getLogger("roostream.serving")
 SWITCH_INTERVAL_S = 0.0005
 JOIN_S = 5.0
 CLOSE_S = 4.0  # reserved at the end of a stop for closing files and for the interpreter to exit
-
-
-def run(config: ServingConfig) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
-    return program.run("serving", lambda stop: serve(config, stop), config.log_format)
 
 
 def serve(config: ServingConfig, stop: threading.Event) -> None:

@@ -160,9 +160,9 @@ def check_log_level(level: str) -> None:
         )
 
 
-def _log_kernel_compilation() -> None:
+def log_kernel_compilation() -> None:
     """Log one line before the first kernel that is compiled at run time; otherwise the program seems to hang
-    for a minute."""
+    for a minute. Call it after the imports of a program."""
     if "numba" not in sys.modules:
         return
     from numba.core import event
@@ -214,7 +214,7 @@ def run(
         set_on_signals(stop)
     try:
         setup_logging(log_format)
-        _log_kernel_compilation()
+        log_kernel_compilation()
         body(stop)
     except RoostreamError as error:
         if stop.is_set() and isinstance(error, UnavailableError):

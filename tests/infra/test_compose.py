@@ -17,7 +17,7 @@ import yaml
 
 from infra.options import demo
 from infra.program_specs import PROGRAM_SPECS
-from joiner.flink_client import pyflink_home
+from roostream.runtime.flink_rest import pyflink_home
 from roostream.runtime.program import STOP_S
 from roostream.schema.settings import load
 from tests.k8s.dockerfile import read
