@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 from roostream.errors import ConfigError, nearest
 from roostream.replay.file_endings import FORMS, ending_of
 from roostream.replay.input_files import open_file
-from roostream.replay.log_lines import json_error, without_bom
+from roostream.replay.log_lines import json_object
 from roostream.replay.parquet_log import parquet_file
 
 LINE = "roostream: line"  # no column of a site is called so
@@ -799,12 +799,10 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                line = without_bom(line)
                 try:
-                    yield number, msgspec.json.decode(line, type=dict[str, Any])
-                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                    wrong = json_error(error, line)
-                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object on each line ({wrong})"))
+                    yield number, json_object(line)
+                except ValueError as error:
+                    refuse(f"{path}:{number}", error)
 
 
 def _read_json(rows_in: str, path: str, refuse: Refuse, count_empty: CountEmpty) -> Iterator[_Batch]:
