@@ -160,6 +160,9 @@ def check_log_level(level: str) -> None:
         )
 
 
+_has_logged_compilation = threading.Event()
+
+
 def log_kernel_compilation() -> None:
     """Log one line before the first kernel that is compiled at run time; otherwise the program seems to hang
     for a minute. Call it after the imports of a program."""
@@ -168,11 +171,9 @@ def log_kernel_compilation() -> None:
     from numba.core import event
 
     class Once(event.Listener):  # type: ignore[misc]
-        logged = False
-
         def on_start(self, event: object) -> None:
-            if not self.logged:
-                self.logged = True
+            if not _has_logged_compilation.is_set():
+                _has_logged_compilation.set()
                 log.info("compiling kernels once; they are cached for the next start")
 
         def on_end(self, event: object) -> None:
