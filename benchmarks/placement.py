@@ -104,12 +104,10 @@ def row_loads(table: DrawnTable, ids: float, owners: int, way: Strategy, first: 
     return np.bincount(owner_H, head_H, owners) + tail / owners
 
 
-def simulate(
-    mix: list[DrawnTable], owners: int, batch: int, way: Strategy, costs: CostModel | None = None
-) -> dict[str, float]:
+def simulate(mix: list[DrawnTable], owners: int, batch: int, way: Strategy) -> dict[str, float]:
     """`imbalance` of bytes, `step_s` (predicted) of one way to place all tables; hybrid: the planner's, from
     true statistics."""
-    costs = costs or CostModel()
+    costs = CostModel()
     tables = [_planned_table(table, batch) for table in mix]
     time_N, bytes_N = np.zeros(owners), np.zeros(owners)
     hybrid = plan(tables, owners, costs) if way == "hybrid" else None

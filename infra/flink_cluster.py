@@ -6,7 +6,6 @@ Also finds and deletes the joiner's savepoints and checkpoints.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -22,8 +21,7 @@ from infra.home import Home
 from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR, java_flags
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
-from roostream.errors import SetupError
-from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.flink_rest import FlinkRest, pyflink_home
 from roostream.schema.settings import setting_error
 
 JOB_MANAGER = "flink-jm"
@@ -52,14 +50,6 @@ _JAVA_MODULES = (
 def task_manager(index: int) -> str:
     """The name of the task manager with this index."""
     return f"flink-tm-{index}"
-
-
-def pyflink_home() -> Path:
-    """The folder of the installed PyFlink. Raises SetupError if PyFlink is not installed."""
-    spec = importlib.util.find_spec("pyflink")
-    if spec is None or spec.origin is None:
-        raise SetupError("apache-flink is not installed; run `make setup`")
-    return Path(spec.origin).parent
 
 
 def configuration(

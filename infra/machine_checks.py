@@ -31,12 +31,12 @@ def require_disk(path: Path, min_bytes: int = DISK_BYTES, what: str = "a stack")
         )
 
 
-def require_memory(min_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/meminfo")) -> None:
+def require_memory(meminfo: Path = Path("/proc/meminfo")) -> None:
     """Raise SetupError if the machine has less memory than a stack needs."""
     total = memory_bytes(meminfo.read_text(encoding="utf-8"))
-    if total < min_bytes:
+    if total < MEMORY_BYTES:
         raise SetupError(
-            f"a stack needs a machine with {min_bytes / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB"
+            f"a stack needs a machine with {MEMORY_BYTES / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB"
         )
 
 

@@ -35,8 +35,7 @@ GROUPS = {
     "selection": ("trainer.selection.deferral", "trainer.selection.slipstream"),
 }
 PROGRAMS = (
-    "trainer.main",
-    "trainer.worker",
+    "trainer.worker_program",
     "serving.http.app",
     "joiner.flink_job",
     "roostream.warehouse.archiver_program",

@@ -128,7 +128,7 @@ def fetch_jars(console: Console) -> None:
 
 def compile_operator(console: Console) -> None:
     """Compile `joiner/java/**.java` against Flink's and the connector's jars to build/roostream-flink.jar."""
-    from infra.flink_cluster import pyflink_home
+    from roostream.runtime.flink_rest import pyflink_home
 
     sources = sorted(JAVA_SOURCES.rglob("*.java"))
     if not sources:

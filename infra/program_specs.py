@@ -25,9 +25,10 @@ from infra.home import Home
 from infra.options import StackOptions, to_toml_value
 from infra.ports import Endpoints, is_listening, port_of, responds_ok
 from roostream.errors import ConfigError, UnavailableError, nearest
+from roostream.runtime import program
 from roostream.runtime.flink_rest import FlinkRest
 from roostream.runtime.flink_restore_points import delete_old_restore_points
-from roostream.runtime.program import REFUSED_CODE
+from roostream.runtime.program import REFUSED_CODE, Stop, log_kernel_compilation
 from roostream.schema.settings import environment_variables
 
 
@@ -59,7 +60,7 @@ class ProgramSpec:
     name: str  # the CLI's sub-command
     help: str
     config: str  # "module:class" of the settings
-    run: str  # "module:function" that maps settings to an exit code
+    run: str  # "module:function" that runs with settings until a `Stop`
     # Settings in a stack, without the common ones.
     local_settings: Callable[[ProgramInstance], dict[str, Any]]
     stop_rank: StopRank
@@ -83,9 +84,19 @@ class ProgramSpec:
     def settings_class(self) -> type[Any]:
         return _import(self.config)
 
-    def entry_point(self) -> Callable[[Any], int]:
-        """The program itself: runs with its settings until a signal, and returns the exit code."""
+    def entry_point(self) -> Callable[[Any, Stop], None]:
         return _import(self.run)
+
+    def run_until_signal(self, config: Any) -> int:
+        """Import the program and run it. Returns the exit code of `roostream.runtime.program.run`."""
+
+        def body(stop: Stop) -> None:
+            run = self.entry_point()
+            log_kernel_compilation()
+            run(config, stop)
+
+        number = f" {config.index}" if hasattr(config, "index") else ""
+        return program.run(f"{self.name}{number}", body, config.log_format)
 
 
 def _import(path: str) -> Any:
@@ -231,7 +242,7 @@ PROGRAM_SPECS = (  # in start order
         name="shard",
         help="Run one shard of the parameter server.",
         config="param_server.config:ShardConfig",
-        run="param_server.main:run",
+        run="param_server.main:serve",
         local_settings=_shard,
         count=lambda options: options.num_shards,
         ready=lambda instance: is_listening(instance.endpoints.shards[instance.index]),
@@ -241,7 +252,7 @@ PROGRAM_SPECS = (  # in start order
         name="controller",
         help="Run the controller: commits, restores, membership of workers and shards.",
         config="trainer.config:ControllerConfig",
-        run="trainer.main:run_controller",
+        run="trainer.control.controller_program:run_until_stopped",
         local_settings=_controller,
         stop_rank=StopRank.CONTROLLER,
     ),
@@ -249,7 +260,7 @@ PROGRAM_SPECS = (  # in start order
         name="worker",
         help="Run a trainer worker.",
         config="trainer.config:WorkerConfig",
-        run="trainer.main:run_worker",
+        run="trainer.worker_program:run_until_stopped",
         local_settings=_worker,
         count=lambda options: options.num_workers,
         first_unnumbered=True,
@@ -259,7 +270,7 @@ PROGRAM_SPECS = (  # in start order
         name="serving",
         help="Serve ranking requests over HTTP and log the served features.",
         config="serving.config:ServingConfig",
-        run="serving.main:run",
+        run="serving.main:serve",
         local_settings=_serving,
         count=lambda options: options.serving_processes,
         first_unnumbered=True,
@@ -269,7 +280,7 @@ PROGRAM_SPECS = (  # in start order
         name="features",
         help="Update user histories and item counters in Redis.",
         config="serving.online_features.config:FeaturesConfig",
-        run="serving.online_features.updater:run",
+        run="serving.online_features.updater:run_until_stopped",
         local_settings=_features,
         count=lambda options: options.num_updaters,
         first_unnumbered=True,
@@ -279,7 +290,7 @@ PROGRAM_SPECS = (  # in start order
         name="auditor",
         help="Check over all topics that every event is accounted for.",
         config="infra.auditor.config:AuditorConfig",
-        run="infra.auditor.auditor_program:run",
+        run="infra.auditor.auditor_program:run_until_stopped",
         local_settings=_auditor,
         count=lambda options: options.num_auditors,
         first_unnumbered=True,
@@ -289,7 +300,7 @@ PROGRAM_SPECS = (  # in start order
         name="joiner",
         help="Join impressions and engagements into samples (a Flink job).",
         config="joiner.config:JoinerConfig",
-        run="joiner.main:run",
+        run="joiner.main:run_until_stopped",
         local_settings=_joiner,
         needs=_joiner_needs,
         ready=_joiner_ready,
@@ -299,7 +310,7 @@ PROGRAM_SPECS = (  # in start order
         name="archiver",
         help="Write samples and corrections to the warehouse, exactly once.",
         config="roostream.warehouse.config:ArchiverConfig",
-        run="roostream.warehouse.archiver_program:run_archiver",
+        run="roostream.warehouse.archiver_program:archive",
         local_settings=_archiver,
         count=lambda options: options.num_archivers,
         first_unnumbered=True,
@@ -309,7 +320,7 @@ PROGRAM_SPECS = (  # in start order
         name="compactor",
         help="Seal days of the warehouse and delete unneeded files.",
         config="roostream.warehouse.config:CompactorConfig",
-        run="roostream.warehouse.compactor_program:run_compactor",
+        run="roostream.warehouse.compactor_program:compact",
         local_settings=lambda instance: _common(instance, "warehouse"),
         needs=lambda options: (),
         count=lambda options: min(options.num_archivers, 1),
@@ -321,7 +332,7 @@ PROGRAM_SPECS = (  # in start order
         name="reader",
         help="Read a training session's files from the warehouse for workers.",
         config="roostream.warehouse.readers.config:ReaderConfig",
-        run="roostream.warehouse.readers.reader_program:run_reader",
+        run="roostream.warehouse.readers.reader_program:read",
         local_settings=lambda instance: _common(instance, "controller"),
         needs=lambda options: (),
         count=lambda options: options.min_readers,
@@ -332,7 +343,7 @@ PROGRAM_SPECS = (  # in start order
         name="simulate",
         help="Send requests of simulated users to a serving program.",
         config="roostream.replay.config:SimulateConfig",
-        run="roostream.replay.main:run_simulate",
+        run="roostream.replay.main:simulate",
         local_settings=_simulate,
         needs=lambda options: ("serving",),
         after=("serving",),

@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.child import Program
 from infra.process_pool import ProcessPool
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import UnavailableError, needs_extra
 
 log = logging.getLogger("roostream.pool")
 
@@ -74,12 +74,8 @@ class RayPool:
             ConfigError: Ray is not installed.
             UnavailableError: this machine belongs to no cluster.
         """
-        try:
+        with needs_extra("a pool of programs on a cluster", "ray"):
             import ray
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"expected {error.name} to run programs on its cluster; pip install 'roostream[ray]'"
-            ) from None
         self._ray, self._build_copy, self._name = ray, build_copy, name
         self._connected = not ray.is_initialized()
         if self._connected:

@@ -4,7 +4,6 @@ interface."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -23,11 +22,11 @@ from joiner.config import JoinerConfig
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
-from roostream.errors import ConfigError, OtherVersionError, SetupError, UnavailableError
+from roostream.errors import ConfigError, OtherVersionError, UnavailableError
 from roostream.runtime import die_with_parent
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.flink_rest import ENDED, JOB_NAME, RULES_KEY, FlinkRest
+from roostream.runtime.flink_rest import ENDED, JOB_NAME, RULES_KEY, FlinkRest, pyflink_home
 from roostream.runtime.flink_restore_points import newest_restore_point
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
@@ -227,6 +226,13 @@ def committed_by_job(config: JoinerConfig) -> FetchOffsets:
     return partial(committed_offsets, client, options)
 
 
+def has_committed(fetch: FetchOffsets, stop: threading.Event) -> bool:
+    """Whether a job has committed offsets to Kafka; `fetch` is retried while Kafka is away. Raises
+    UnavailableError: `stop` was set."""
+    offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
+    return any(offset.next >= 0 for offset in offsets.values())
+
+
 def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threading.Event) -> None:
     """Check that the folder `config.restore` has not lost its restore points. `fetch` returns what the job
     has committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
@@ -236,8 +242,7 @@ def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threadi
     """
     if not config.restore or _restore_point(config.restore):
         return
-    offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
-    if any(offset.next >= 0 for offset in offsets.values()):
+    if has_committed(fetch, stop):
         raise UnavailableError(
             f"expected a savepoint or checkpoint in {config.restore}, because a job has committed its "
             "offsets to Kafka, got none: make the folder's files available again, or delete the consumer "
@@ -305,10 +310,7 @@ def flink_home() -> Path:
                 "one"
             )
         return Path(home)
-    spec = importlib.util.find_spec("pyflink")
-    if spec is None or spec.origin is None:
-        raise SetupError("apache-flink is not installed; run `make setup`")
-    return Path(spec.origin).parent
+    return pyflink_home()
 
 
 def _client_environment(tmp: str) -> dict[str, str]:

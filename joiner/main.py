@@ -9,12 +9,11 @@ from collections.abc import Callable
 from prometheus_client import REGISTRY
 
 from joiner.config import JoinerConfig
-from joiner.flink_client import FetchOffsets, committed_by_job, run_flink
+from joiner.flink_client import FetchOffsets, committed_by_job, has_committed, run_flink
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import OUTPUTS
-from roostream.errors import ConfigError, UnavailableError
-from roostream.runtime import metrics_server, program
-from roostream.runtime.backoff import Backoff
+from roostream.errors import ConfigError
+from roostream.runtime import metrics_server
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.flink_rest import JOB_NAME
@@ -32,13 +31,8 @@ from roostream.schema.schema_file import load_schema
 _STOP_S = 10.0  # for the last outputs after SIGTERM; less than roostream.runtime.program.STOP_S
 
 
-def run(config: JoinerConfig) -> int:
-    """Returns the exit code, see roostream.runtime.program.run. On a signal the local engine writes a last
-    snapshot and stops; a Flink job keeps running."""
-    return program.run("joiner", lambda stop: _run(config, stop), config.log_format)
-
-
-def _run(config: JoinerConfig, stop: Stop) -> None:
+def run_until_stopped(config: JoinerConfig, stop: Stop) -> None:
+    """When `stop` is set, the local engine writes a last snapshot; a Flink job keeps running."""
     config.require("bootstrap", "schema", "store", "home" if config.engine == "local" else "flink")
     schema, store = load_schema(config.schema), open_checkpoint_store(config.store)
     health = Health(config.stalled_after_ms / 1000)
@@ -68,14 +62,12 @@ def check_engine(config: JoinerConfig, connect: Callable[[], FetchOffsets], stop
                 f"expected engine = 'local', whose snapshots are in {config.home}, got 'flink', which would "
                 "join all events again; set it back, or delete the snapshots if that is wanted"
             )
-    elif config.engine == "local":
-        offsets = Backoff(what="the joiner's offsets in Kafka").until(connect(), (UnavailableError,), stop)
-        if any(offset.next >= 0 for offset in offsets.values()):
-            raise ConfigError(
-                "expected engine = 'flink', whose job has committed its offsets to Kafka, got 'local' "
-                f"without a snapshot in {config.home}, which would join all events again; set it back, or "
-                f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka if that is wanted"
-            )
+    elif config.engine == "local" and has_committed(connect(), stop):
+        raise ConfigError(
+            "expected engine = 'flink', whose job has committed its offsets to Kafka, got 'local' "
+            f"without a snapshot in {config.home}, which would join all events again; set it back, or "
+            f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka if that is wanted"
+        )
 
 
 def run_local(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
+from roostream.runtime.address import check_addresses
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import is_object_store
 from roostream.runtime.deployment import Deployment
@@ -60,13 +60,7 @@ class ShardConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_listen(
-            "listen",
-            self.listen,
-            insecure=self.insecure,
-            authenticated=self.link.is_mutual_tls,
-            by=LINK_AUTHENTICATION,
-        )
+        self.check_link_port(self.listen)
         check_addresses("controller", self.controller)
         self.check_shards(self.num_shards)
         if self.index >= self.num_shards:

@@ -30,7 +30,7 @@ from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.address import parse_address
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.controller_agent import Command, ControllerAgent, check_command_schema
@@ -38,7 +38,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.histograms import StageHistogram
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import ROWS
-from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
+from roostream.runtime.metrics_collector import MetricSpec, exported
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
@@ -84,11 +84,6 @@ METRICS = {
 }
 
 
-def run(config: ShardConfig) -> int:
-    """Run until SIGTERM; return the process's exit code (roostream/runtime/program.py)."""
-    return program.run("shard", lambda stop: serve(config, stop), config.log_format)
-
-
 def serve(config: ShardConfig, stop: threading.Event) -> None:
     """Run a shard until `stop` is set.
 
@@ -111,9 +106,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         publisher = (
             Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         )
-        collector = MetricsCollector(lambda: metrics_of(shard, publisher), METRICS)
-        opened.callback(REGISTRY.unregister, collector)
-        REGISTRY.register(collector)
+        opened.enter_context(exported(lambda: metrics_of(shard, publisher), METRICS))
         opened.callback(REGISTRY.unregister, latency.histogram)
         REGISTRY.register(latency.histogram)  # 3
         if publisher and topic:

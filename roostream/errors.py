@@ -17,11 +17,12 @@ A message says what was expected, what was given and what to do. Asserts are for
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def mask_secrets(text: str) -> str:
@@ -91,6 +92,15 @@ class HeldError(RoostreamError):
 
 class SetupError(RoostreamError):
     """The machine lacks a package, port, disk or memory that Roostream needs."""
+
+
+@contextlib.contextmanager
+def needs_extra(what: str, extra: str, kind: type[RoostreamError] = ConfigError) -> Iterator[None]:
+    """Wrap imports that `what` needs from an extra of the package. Raises `kind`: it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise kind(f"{what} needs {error.name}; pip install 'roostream[{extra}]'") from None
 
 
 def describe_error(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS
@@ -31,11 +31,6 @@ log = logging.getLogger("roostream.serving")
 SWITCH_INTERVAL_S = 0.0005
 JOIN_S = 5.0
 CLOSE_S = 4.0  # reserved at the end of a stop for closing files and for the interpreter to exit
-
-
-def run(config: ServingConfig) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
-    return program.run("serving", lambda stop: serve(config, stop), config.log_format)
 
 
 def serve(config: ServingConfig, stop: threading.Event) -> None:
@@ -62,7 +57,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
     schema, store = load_schema(config.schema), open_checkpoint_store(config.store)
-    tls = TlsContext(config.tls) if config.tls else None
+    tls = TlsContext(config) if config.tls_certificate else None
     with contextlib.ExitStack() as resources:
         metrics_server.serve(config, health, tls=tls)
         wait_for_store(lambda: register(store, schema), stop, health=health)

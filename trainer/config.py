@@ -10,7 +10,6 @@ from typing import Literal, Self
 from roostream.errors import SetupError
 from roostream.models.config import LossName
 from roostream.runtime.address import (
-    LINK_AUTHENTICATION,
     check_addresses,
     check_listen,
     is_http_url,
@@ -392,13 +391,7 @@ class ControllerConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_listen(
-            "listen",
-            self.listen,
-            insecure=self.insecure,
-            authenticated=self.link.is_mutual_tls,
-            by=LINK_AUTHENTICATION,
-        )
+        self.check_link_port(self.listen)
         for text in self.scrape_targets:
             found = _SCRAPE_TARGET.fullmatch(text)
             if (

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 
 from param_server.client import Client
 from param_server.placement.profiles import Profiler, ProfileRecorder
-from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError
+from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError, needs_extra
 from roostream.models.build import load_model_config
 from roostream.runtime import metrics_server
 from roostream.runtime.address import expand_addresses, reachable_address
@@ -85,7 +85,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
     health = Health(config.stalled_after_ms / 1000)
     metrics_port = metrics_server.serve(config, health)
     metrics_address = reachable_address(config.metrics_host, metrics_port, config.controller)
-    if metrics_address and config.tls:
+    if metrics_address and config.tls_certificate:
         metrics_address = f"https://{metrics_address}"
 
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
@@ -347,12 +347,8 @@ def open_source(
     def open_table(session: TableInput) -> BatchSource:
         open_rows = session_opener or local_rows
         horizon_ms = config.dedupe_horizon_ms
-        try:
+        with needs_extra(f"the warehouse {session.table}", "warehouse"):
             return open_session(session, schema, partitions, horizon_ms, clock, stages, open_rows)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"expected {error.name} to read {session.table}; pip install 'roostream[warehouse]'"
-            ) from None
 
     stream = RecordSource(
         open_consumer(partitions),

@@ -87,25 +87,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def _attention(
-    query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, out_shape: Any = None, **named: Any
-) -> int:
+def _attention(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **named: Any) -> int:
     """FLOPs of [.., Q, C] · [.., N, C] and scores · [.., N, V]."""
     *batch, num_queries, width = query_shape
     return int(2 * np.prod(batch) * num_queries * key_shape[-2] * (width + value_shape[-1]))
 
 
-def _attention_back(
-    gradient_shape: Any,
-    query_shape: Any,
-    key_shape: Any,
-    value_shape: Any,
-    *args: Any,
-    out_shape: Any = None,
-    **named: Any,
-) -> int:
+def _attention_back(gradient_shape: Any, *inputs: Any, **named: Any) -> int:
     """Five products instead of two, because scores are computed again."""
-    return _attention(query_shape, key_shape, value_shape) * 5 // 2
+    return _attention(*inputs) * 5 // 2
 
 
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"

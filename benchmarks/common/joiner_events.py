@@ -32,16 +32,17 @@ class Event(NamedTuple):
     value: bytes
 
 
-def events(
-    schema: Schema, num_requests: int, *, users: int = 500, rate: float = 25.0, seed: int = 0
-) -> list[Event]:
-    """About 3.4 events a request, `rate` requests a second of event time, in order of arrival."""
+_USERS, _RATE = 500, 25.0
+
+
+def events(schema: Schema, num_requests: int, *, seed: int = 0) -> list[Event]:
+    """About 3.4 events a request, 25 requests a second of event time, in order of arrival."""
     rng, maker = random.Random(seed), Maker(schema, seed)
     arriving: list[tuple[int, int, Event]] = []
-    often = [user**-0.6 for user in range(2, users + 2)]
+    often = [user**-0.6 for user in range(2, _USERS + 2)]
     time_ms = float(START_MS)
-    for n, user in enumerate(rng.choices(range(1, users + 1), often, k=num_requests)):
-        time_ms += rng.expovariate(rate) * 1000
+    for n, user in enumerate(rng.choices(range(1, _USERS + 1), often, k=num_requests)):
+        time_ms += rng.expovariate(_RATE) * 1000
         for event in _request(rng, maker, f"bench-{n}", user, int(time_ms)):
             arriving.append((event.time_ms + rng.randrange(LATENESS_MS), len(arriving), event))
     return [event for _, _, event in sorted(arriving)]

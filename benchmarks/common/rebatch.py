@@ -24,10 +24,6 @@ class Rebatcher:
         self.size = size
         self._rest: Batch | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        return 0 if self._rest is None else self._rest.num_requests
-
     def add(self, batch: Batch) -> list[Batch]:
         """The expanded batches of `size` impressions that are now complete, in order."""
         expanded = batch.expand()
@@ -56,9 +52,9 @@ def cut(batch: Batch, size: int) -> list[Batch]:
     return [batch.take_requests(np.arange(first, end)) for first, end in itertools.pairwise(cuts)]
 
 
-def shuffled(batch: Batch, seed: int = 0) -> Batch:
+def shuffled(batch: Batch) -> Batch:
     """The same requests in random order."""
-    return batch.take_requests(np.random.default_rng(seed).permutation(batch.num_requests))
+    return batch.take_requests(np.random.default_rng(0).permutation(batch.num_requests))
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

@@ -7,12 +7,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
 from typing import Any
-
-from prometheus_client import REGISTRY
 
 from infra.auditor import audit_file, sums
 from infra.auditor.accounts import Share
@@ -20,14 +19,14 @@ from infra.auditor.auditor import AUDITED, Auditor
 from infra.auditor.config import AuditorConfig
 from infra.auditor.model_quality import ModelQuality
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.log_rate_limit import LogRateLimit
-from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.metrics_collector import exported
 from roostream.runtime.program import Stop
 from roostream.schema.schema_file import load_schema
 from trainer.monitoring.verdict import METRIC_SPECS
@@ -36,11 +35,6 @@ log = logging.getLogger("roostream.auditor")
 _POLL_S = 1.0
 _EXPORT_EVERY_S = 1.0
 _LAST_POLL_S = 2.0
-
-
-def run(config: AuditorConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
-    return program.run("auditor", lambda stop: run_until_stopped(config, stop), config.log_format)
 
 
 class AuditorLoop:
@@ -142,9 +136,8 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)
     loop = AuditorLoop(config, auditor, topics, quality)
-    collector = MetricsCollector(lambda: loop.metrics, {**sums.METRICS, **METRIC_SPECS})
-    REGISTRY.register(collector)
-    try:
+    exporting = exported(lambda: loop.metrics, {**sums.METRICS, **METRIC_SPECS})
+    with contextlib.closing(auditor), exporting:
         with health.waiting("Kafka"):
             Backoff(what=f"Kafka at {config.broker}").until(loop.open, (UnavailableError,), stop)
         while not stop.is_set():
@@ -156,6 +149,3 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
                 stop.wait(_POLL_S)
             health.turned()
         loop.close()
-    finally:
-        REGISTRY.unregister(collector)
-        auditor.close()

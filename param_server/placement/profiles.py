@@ -247,7 +247,6 @@ def planned_tables(
     batch: int,
     now_ms: int,
     rows: Mapping[str, int],
-    max_age_ms: int = MAX_AGE_MS,
 ) -> tuple[list[PlannedTable], list[str]]:
     """The schema's tables as a planner needs them, for batches of `batch` requests, and why some count as
     unprofiled.
@@ -261,7 +260,7 @@ def planned_tables(
         keys = [source.key for source in sources if source.table.name == table.name]
         missing = [key for key in keys if key not in known]
         young = [key for key in keys if key in known and known[key].profile.batches < MIN_BATCHES]
-        old = [key for key in keys if key in known and now_ms - known[key].time_ms > max_age_ms]
+        old = [key for key in keys if key in known and now_ms - known[key].time_ms > MAX_AGE_MS]
         texts = ((missing, "never counted"), (young, f"fewer than {MIN_BATCHES} batches"), (old, "too old"))
         reasons = [f"{key}: {text}" for listed, text in texts for key in listed]
         counted = bool(keys) and not reasons

@@ -19,7 +19,7 @@ from infra.auditor.sums import Sums, state_of
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
 from infra.options import settle_ms
-from roostream.cli.options import Duration, home_option, json_option, refuse_given
+from roostream.cli.options import Duration, home_option, json_option, read_table, refuse_given
 from roostream.cli.output import print_report, progress_bar
 from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
@@ -28,8 +28,6 @@ from roostream.runtime.backoff import Backoff
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
-from roostream.schema.settings import Settings, load, setting
-from roostream.schema.toml_file import TomlFile, read_toml
 
 _LEADERS_S = 20.0
 _SILENT_S = 30.0
@@ -54,19 +52,9 @@ class Topics:
         return Broker(self.kafka, self.security)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _KafkaTable(Settings):
-    kafka_security: KafkaSecurity = setting(factory=KafkaSecurity, help="table: authentication of Kafka")
-
-
 def read_kafka_security(file: str) -> KafkaSecurity:
-    """The table `[kafka_security]` of a program's TOML; other keys are ignored. Raises ConfigError: the table
-    is not valid."""
-    if not file:
-        return KafkaSecurity()
-    toml = read_toml(file)
-    raw = {key: value for key, value in toml.raw.items() if key == "kafka_security"}
-    return load(_KafkaTable, TomlFile(raw, toml.location)).kafka_security
+    """As `read_table`."""
+    return read_table(file, "kafka_security", KafkaSecurity)
 
 
 @click.command()

@@ -4,7 +4,6 @@ deployment."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from roostream.cli.options import (
     CommandGroup,
     FiniteRange,
     home_option,
+    read_table,
     refuse_given,
     wait_option,
     with_options,
@@ -24,8 +24,6 @@ from roostream.errors import ConfigError, TransportError, printable
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.runtime.rpc.transport import Header
-from roostream.schema.settings import Settings, load, setting
-from roostream.schema.toml_file import TomlFile, read_toml
 
 controller_options = with_options(
     home_option,
@@ -42,13 +40,6 @@ controller_options = with_options(
         help="with --controller: TOML of a program, from which [link] is read",
     ),
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LinkTable(Settings):
-    link: LinkSecurity = setting(
-        factory=LinkSecurity, help="table: security of calls to shards and controller"
-    )
 
 
 def call_controller(
@@ -74,13 +65,8 @@ def call_controller(
 
 
 def read_link_security(file: str) -> LinkSecurity:
-    """The table `[link]` of a program's TOML; other keys are ignored. Raises ConfigError: the table is not
-    valid."""
-    if not file:
-        return LinkSecurity()
-    toml = read_toml(file)
-    raw = {key: value for key, value in toml.raw.items() if key == "link"}
-    return load(_LinkTable, TomlFile(raw, toml.location)).link
+    """As `read_table`."""
+    return read_table(file, "link", LinkSecurity)
 
 
 @click.command()

@@ -79,7 +79,7 @@ def http_page(document: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def application_document(schema: Path = _SHOP) -> dict[str, Any]:
+def application_document() -> dict[str, Any]:
     """The OpenAPI document of a serving process with every route."""
     home = Path(tempfile.mkdtemp(prefix="roostream-docs-"))
     try:
@@ -88,7 +88,7 @@ def application_document(schema: Path = _SHOP) -> dict[str, Any]:
         store = str(home / "store")
         init_store(store)
         config = ServingConfig(
-            schema=str(schema), store=store, home=home, bootstrap="127.0.0.1:1", items=str(items), redis=""
+            schema=str(_SHOP), store=store, home=home, bootstrap="127.0.0.1:1", items=str(items), redis=""
         )
         process = build_process(config, open_checkpoint_store(store), CollectorRegistry())
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click import shell_completion
 
-from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
+from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec, find_spec
 from roostream.cli.options import CommandGroup, NonEmptyPath, home_option, refuse_given
 from roostream.errors import RoostreamError, SetupError, UnavailableError, describe_os_error, with_advice
 from roostream.runtime.program import check_log_level, leave
@@ -148,7 +148,7 @@ def _add_program(kind: ProgramSpec) -> None:
     )
     def command(file: Path) -> None:
         config = load(kind.settings_class(), file, program=kind.name)
-        leave(kind.entry_point()(config))
+        leave(kind.run_until_signal(config))
 
 
 for _kind in PROGRAM_SPECS:
@@ -181,7 +181,7 @@ def simulate(home: Path, file: Path | None, **flags: Any) -> None:
     if file is None and flags["serving"] is None:
         flags["serving"] = Home(home).running_stack()["serving"]
     config = load(SimulateConfig, file, program="simulate", flags=flags)
-    sys.exit(importlib.import_module("roostream.replay.main").run_simulate(config))
+    sys.exit(find_spec(SIMULATE).run_until_signal(config))
 
 
 @cli.group(cls=CommandGroup)

@@ -10,7 +10,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -18,10 +18,11 @@ from click.core import ParameterSource
 from infra.options import DEFAULT_HOME
 from infra.program_specs import find_spec
 from roostream.errors import ConfigError, SetupError, nearest
-from roostream.schema.settings import convert_values, parse_duration_ms
-from roostream.schema.toml_file import SourceLocation
+from roostream.schema.settings import Settings, convert_values, load, parse_duration_ms, setting
+from roostream.schema.toml_file import SourceLocation, TomlFile, read_toml
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
+T = TypeVar("T")
 _MS = "_ms"
 _CENTURY_MS = 36_500 * 24 * 3_600_000
 
@@ -96,6 +97,17 @@ def refuse_given(names: Iterable[str], without: str) -> None:
         source = context.get_parameter_source(option.name or "")
         if option.name in names and source is not ParameterSource.DEFAULT:
             raise ConfigError(f"{option.opts[0]} is only used with {without}; give that too, or remove it")
+
+
+def read_table(file: str, name: str, settings: type[T]) -> T:
+    """The table `name` of a program's TOML; other keys are ignored. Without a file, the defaults. Raises
+    ConfigError: the table is not valid."""
+    if not file:
+        return settings()
+    toml, field = read_toml(file), (name, settings, setting(factory=settings, help="table"))
+    of_file = dataclasses.make_dataclass("of_file", [field], bases=(Settings,), frozen=True, kw_only=True)
+    table = {key: value for key, value in toml.raw.items() if key == name}
+    return getattr(load(of_file, TomlFile(table, toml.location)), name)
 
 
 class FiniteRange(click.FloatRange):

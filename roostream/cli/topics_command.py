@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,12 +69,8 @@ def topics_create(file: Path | None, **flags: Any) -> None:
     Example:
       roostream topics create --kafka kafka:9092 --partitions 16 --replication 3
     """
-    config = _load(file, flags)
-    admin = open_topic_admin(config)
-    created = set(admin.create())
-    for topic in admin.topics:
-        name = name_of(config.prefix, topic)
-        click.echo(f"{name}: {'created' if name in created else 'exists'}")
+    admin = open_topic_admin(_load(file, flags))
+    _print_changes(admin, admin.create(), "created", "exists")
     admin.check()
 
 
@@ -104,12 +100,8 @@ def topics_grow(file: Path | None, **flags: Any) -> None:
     Example:
       roostream topics grow --kafka kafka:9092 --partitions 32
     """
-    config = _load(file, flags)
-    admin = open_topic_admin(config)
-    grown = set(admin.grow())
-    for topic in admin.topics:
-        name = name_of(config.prefix, topic)
-        click.echo(f"{name}: {'has more partitions now' if name in grown else 'unchanged'}")
+    admin = open_topic_admin(_load(file, flags))
+    _print_changes(admin, admin.grow(), "has more partitions now", "unchanged")
 
 
 @topics.command("keep")
@@ -131,6 +123,12 @@ def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
     admin = open_topic_admin(_load(file, flags))
     for name, kept_ms in admin.keep_longer(retention_ms).items():
         click.echo(f"{name}: retention {'unlimited' if kept_ms < 0 else f'{kept_ms / 3_600_000:g} hours'}")
+
+
+def _print_changes(admin: TopicAdmin, changed: Collection[str], yes: str, no: str) -> None:
+    for topic in admin.topics:
+        name = name_of(admin.prefix, topic)
+        click.echo(f"{name}: {yes if name in changed else no}")
 
 
 def open_topic_admin(config: TopicsConfig) -> TopicAdmin:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from roostream.errors import ConfigError, nearest
+from roostream.errors import ConfigError, nearest, needs_extra
 from roostream.models.config import (
     CascadeConfig,
     CustomModelConfig,
@@ -58,13 +58,8 @@ def _two_tower(schema: Schema, config: TwoTowerConfig) -> Model:
 
 
 def _dlrm(schema: Schema, config: DlrmConfig) -> Model:
-    try:
+    with needs_extra(f"kind = {config.kind!r} in worker and serving", "torchrec"):
         from roostream.models.dlrm import Dlrm  # imports TorchRec: seconds and 200 MiB
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"kind = {config.kind!r}: expected TorchRec, got no package {error.name!r}; pip install "
-            "'roostream[torchrec]' for worker and serving"
-        ) from None
     return Dlrm(schema, config)
 
 

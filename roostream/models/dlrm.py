@@ -12,7 +12,6 @@ Letters: R requests, B candidates, F list features, D their width, G floats and 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -30,18 +29,15 @@ from roostream.models.custom.torchrec_bags import (
     rows_of,
     tables_of_features,
 )
-from roostream.models.feature_encoders import FloatEncoder, RateScale
+from roostream.models.feature_encoders import FloatEncoder
 from roostream.models.inputs import Inputs
-from roostream.models.linear_part import LinearColumns
-from roostream.models.loss import loss, task_objectives
-from roostream.models.model import Model, Targets
-from roostream.models.named_columns import ColumnNames, with_prefix
-from roostream.models.ranker import FirstOrder, linear_part, rate_rank
+from roostream.models.named_columns import ColumnNames
+from roostream.models.ranker import RankingModel
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting_error
 
 
-class Dlrm(Model):
+class Dlrm(RankingModel):
     """TorchRec's `DLRM`, or `DLRM_DCN` for a `DcnConfig`, as a model of this project: a logit for each
     candidate and task.
 
@@ -78,13 +74,7 @@ class Dlrm(Model):
             self.dlrm = DLRM(**parts)
         priors = [label.prior or config.prior for label in schema.labels]
         self._biases = [math.log(prior / (1 - prior)) for prior in priors]
-        self._tasks = task_objectives(schema)
-        columns = [rate_rank(schema, label.action) for label in schema.labels]
-        has_one = config.first_order and any(column is not None for column in columns)
-        self.first_order = FirstOrder(columns) if has_one else None
-        self.scale_rates = RateScale(schema) if config.scale_rates else None
-        self.linear_columns = LinearColumns(schema, config.linear_knots)
-        self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
+        self.add_parts(schema, config)
 
     def adjust_initial_parameters(self) -> None:
         """Untrained, each task predicts its prior."""
@@ -97,40 +87,21 @@ class Dlrm(Model):
         if not len(inputs.request_index_B):  # TorchRec's modules need a candidate
             last: Tensor = self.dlrm.over_arch.model[-1].bias
             return last.expand(0, -1)
-        inputs = self._scaled(inputs)
+        inputs = self.scaled(inputs)
         with rows_of(inputs):
             logits_BT: Tensor = self.dlrm(self.dense_features(inputs), as_kjt(inputs))
-        if self.first_order is not None:
-            logits_BT = logits_BT + self.first_order(inputs.nro_float_BG)
-        if self.linear is None:
-            return logits_BT
-        return self.linear.mixed(logits_BT, self.linear_columns(inputs, self.scale_rates))
+        return self.with_parts(inputs, logits_BT)
 
     def column_names(self) -> dict[str, ColumnNames]:
         """Weights over pairs of lists have no names: they start again when the lists change."""
         first = next(name for name, weight in self.dlrm.dense_arch.named_parameters() if weight.dim() == 2)
         columns = tuple(column for part in self._floats for column in part.columns)
-        names: dict[str, ColumnNames] = {f"dlrm.dense_arch.{first}": (None, columns)}
-        if self.linear is not None:
-            names |= with_prefix("linear", self.linear.column_names(self.linear_columns.columns))
-        return names
+        return {f"dlrm.dense_arch.{first}": (None, columns), **self.linear_column_names()}
 
     def dense_features(self, inputs: Inputs) -> Tensor:
         """[B, G]: floats and presence bits of each candidate's request, then its own."""
         ro_RG, nro_BG = (part(inputs, {}) for part in self._floats)
         return torch.cat([ro_RG.index_select(0, inputs.request_index_B), nro_BG], dim=1)
-
-    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
-        the sum of its losses (linear_part.py)."""
-        loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
-        if self.linear is None:
-            return loss_of(logits_BT)
-        columns_BG = self.linear_columns(self._scaled(inputs), self.scale_rates)
-        return self.linear.loss(columns_BG, logits_BT, loss_of)
-
-    def _scaled(self, inputs: Inputs) -> Inputs:
-        return inputs if self.scale_rates is None else self.scale_rates(inputs)
 
 
 class MixedBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]

@@ -50,7 +50,49 @@ _FIRST_SLOPE = 1.0  # logits between the last and the first of a list
 _MIDDLE = math.asinh(0.5)  # the rank of the middle of a list, as models see it
 
 
-class Ranker(Model):
+class RankingModel(Model):
+    """A network and what it starts from: the order by click rate and a linear part of the floats, each if the
+    settings want it."""
+
+    def add_parts(self, schema: Schema, config: RankerConfig | DlrmConfig) -> None:
+        """Call at the end of the constructor: initial weights follow the order of the modules."""
+        self._tasks = task_objectives(schema)
+        columns = [rate_rank(schema, label.action) for label in schema.labels]
+        has_one = config.first_order and any(column is not None for column in columns)
+        self.first_order = FirstOrder(columns) if has_one else None
+        self.scale_rates = RateScale(schema) if config.scale_rates else None
+        self.linear_columns = LinearColumns(schema, config.linear_knots)
+        self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
+
+    def scaled(self, inputs: Inputs) -> Inputs:
+        """The floats as all parts of the model see them."""
+        return inputs if self.scale_rates is None else self.scale_rates(inputs)
+
+    def with_parts(self, inputs: Inputs, logits_BT: Tensor) -> Tensor:
+        """`logits_BT` of the network, mixed with the other parts. `inputs`: scaled."""
+        if self.first_order is not None:
+            logits_BT = logits_BT + self.first_order(inputs.nro_float_BG)
+        if self.linear is None:
+            return logits_BT
+        return self.linear.mixed(logits_BT, self.linear_columns(inputs, self.scale_rates))
+
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
+        the sum of its losses (linear_part.py)."""
+        loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
+        if self.linear is None:
+            return loss_of(logits_BT)
+        columns_BG = self.linear_columns(self.scaled(inputs), self.scale_rates)
+        return self.linear.loss(columns_BG, logits_BT, loss_of)
+
+    def linear_column_names(self) -> dict[str, ColumnNames]:
+        """Of the linear part, for `column_names`."""
+        if self.linear is None:
+            return {}
+        return with_prefix("linear", self.linear.column_names(self.linear_columns.columns))
+
+
+class Ranker(RankingModel):
     """A logit for each candidate and task.
 
     Raises:
@@ -77,43 +119,23 @@ class Ranker(Model):
             ListAttention(config.width, config.list_heads) for _ in range(config.list_layers)
         )
         self.deep = Mlp(config.width, config.deep_layers)
-        self._tasks, self.normalizes_rows = task_objectives(schema), config.normalize_rows
+        self.normalizes_rows = config.normalize_rows
         self.heads = Heads(
             self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels]
         )
-        columns = [rate_rank(schema, label.action) for label in schema.labels]
-        has_one = config.first_order and any(column is not None for column in columns)
-        self.first_order = FirstOrder(columns) if has_one else None
-        self.scale_rates = RateScale(schema) if config.scale_rates else None
-        self.linear_columns = LinearColumns(schema, config.linear_knots)
-        self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
+        self.add_parts(schema, config)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return logits_BT in the order of `schema.tasks`."""
         inputs = self.scaled(inputs)
         pooled = normalize_pooled(pool_features(inputs)) if self.normalizes_rows else pool_features(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
-        own = blocks[:1]  # the floats, if there are any
         if request := self.request(inputs, pooled):
             blocks.insert(0, gather_rows([(x_UD, inputs.shared_index_B) for x_UD in request]))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)
-        logits_BT = self.heads(self.deep(x_BD))
-        if self.first_order is not None:
-            logits_BT = logits_BT + self.first_order(own[0])
-        if self.linear is None:
-            return logits_BT
-        return self.linear.mixed(logits_BT, self.linear_columns(inputs, self.scale_rates))
-
-    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
-        the sum of its losses (linear_part.py)."""
-        loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
-        if self.linear is None:
-            return loss_of(logits_BT)
-        columns_BG = self.linear_columns(self.scaled(inputs), self.scale_rates)
-        return self.linear.loss(columns_BG, logits_BT, loss_of)
+        return self.with_parts(inputs, self.heads(self.deep(x_BD)))
 
     def column_names(self) -> dict[str, ColumnNames]:
         request = output_columns(self.request_parts)
@@ -130,14 +152,11 @@ class Ranker(Model):
             names |= with_prefix("user_arch", self.user_arch.column_names())
         if isinstance(self.cross, CrossNet):
             names["dense.layers.0.weight"] = (None, columns)
-        names |= with_prefix("candidate_parts", column_names(self.candidate_parts))
-        if self.linear is not None:
-            names |= with_prefix("linear", self.linear.column_names(self.linear_columns.columns))
-        return names
-
-    def scaled(self, inputs: Inputs) -> Inputs:
-        """The floats as all parts of the model see them."""
-        return inputs if self.scale_rates is None else self.scale_rates(inputs)
+        return (
+            names
+            | with_prefix("candidate_parts", column_names(self.candidate_parts))
+            | self.linear_column_names()
+        )
 
     def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:
         """What the candidates of a request share, [U, D] once for equal requests; mapped by

@@ -44,12 +44,11 @@ class ReplayEncoder:
         *,
         label_delay_ms: int = 0,
         freeze_at_ms: int = 0,
-        num_partitions: int = DEFAULT_PARTITIONS,
         profile: LogProfile | None = None,
     ) -> None:
         """`label_delay_ms`: an engagement enters the counters this long after its time. `freeze_at_ms`:
         events from this time on change no counters; 0 = never. `profile` is updated with every event."""
-        self.schema, self.num_partitions = schema, num_partitions
+        self.schema = schema
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters, self._reader = Counters(schema), FieldReader(schema)
         self.profile = profile
@@ -80,7 +79,7 @@ class ReplayEncoder:
             heapq.heappush(self._delayed, (due_ms, self._arrival, event))
         topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
         key = key_bytes(event.user_id, event.session_id, event.request_id)
-        return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
+        return Record(topic, partition_of(key, DEFAULT_PARTITIONS), -1, event.time_ms, key, value)
 
     def _impression(self, request: Request) -> bytes:
         """The impression that serving would have logged at the time of the request."""

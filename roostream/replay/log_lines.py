@@ -82,6 +82,15 @@ def without_bom(line: bytes) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object on a line. Raises ValueError: it is none in UTF-8."""
+    line = without_bom(line)
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object on each line ({json_error(error, line)})") from None
+
+
 def json_error(error: Exception, line: bytes) -> Exception:
     """The error of a line that is not a JSON object in UTF-8, with what stands where reading ended."""
     if isinstance(error, UnicodeDecodeError):

@@ -25,16 +25,12 @@ log = logging.getLogger("roostream.simulator")
 _ALIVE_INTERVAL_S = 1.0
 
 
-def run_simulate(config: SimulateConfig) -> int:
-    """Run until stopped, or for `seconds`; returns the exit code."""
-
-    def body(stop: program.Stop) -> None:
-        check_report(config.report)
-        health = Health(config.stalled_after_ms / 1000)
-        log.info("metrics on port %d", metrics_server.serve(config, health))
-        asyncio.run(simulate_users(config, health, stop))
-
-    return program.run("simulate", body, config.log_format)
+def simulate(config: SimulateConfig, stop: program.Stop) -> None:
+    """Run until stopped, or for `seconds`."""
+    check_report(config.report)
+    health = Health(config.stalled_after_ms / 1000)
+    log.info("metrics on port %d", metrics_server.serve(config, health))
+    asyncio.run(simulate_users(config, health, stop))
 
 
 async def simulate_users(config: SimulateConfig, health: Health, stop: program.Stop) -> None:

@@ -21,7 +21,7 @@ from roostream.replay.encoder import ReplayEncoder
 from roostream.replay.events import Event, delay_actions
 from roostream.replay.log_profile import LogProfile
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.topics import EVENTS, all_partitions
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, all_partitions
 from roostream.schema.schema import Registry, Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -135,7 +135,7 @@ def records(
         if last_ms >= beat_ms:
             if beat_ms:
                 beat = pb.Heartbeat(time_ms=last_ms, producer=_PRODUCER)
-                yield from _on_every_partition(wire.HEARTBEAT, beat, encoder.num_partitions)
+                yield from _on_every_partition(wire.HEARTBEAT, beat)
             beat_ms = last_ms + heartbeat_ms
         try:
             yield encoder.record(event)
@@ -145,15 +145,13 @@ def records(
             refuse(event, error)
     if last_ms:
         end = pb.EndMarker(time_ms=last_ms + settle_ms)
-        yield from _on_every_partition(wire.END_MARKER, end, encoder.num_partitions)
+        yield from _on_every_partition(wire.END_MARKER, end)
 
 
-def _on_every_partition(
-    kind: int, message: pb.Heartbeat | pb.EndMarker, num_partitions: int
-) -> Iterator[Record]:
+def _on_every_partition(kind: int, message: pb.Heartbeat | pb.EndMarker) -> Iterator[Record]:
     """The message on every partition of both topics, with the partition's number as key."""
     value = wire.encode(kind, message)
-    for topic, partition in all_partitions(EVENTS, num_partitions):
+    for topic, partition in all_partitions(EVENTS, DEFAULT_PARTITIONS):
         yield Record(topic, partition, -1, message.time_ms, partition.to_bytes(8, "little"), value)
 
 

@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 from roostream.errors import ConfigError, nearest
 from roostream.replay.file_endings import FORMS, ending_of
 from roostream.replay.input_files import open_file
-from roostream.replay.log_lines import json_error, without_bom
+from roostream.replay.log_lines import json_object
 from roostream.replay.parquet_log import parquet_file
 
 LINE = "roostream: line"  # no column of a site is called so
@@ -229,31 +229,26 @@ def with_row_per_item(
         ConfigError: a column is absent, or has no lists.
         OSError: `folder` cannot be written.
     """
-    return [
-        _with_row_per_item(path, file, columns, folder / f"items-{n}.parquet", refuse)
-        for n, (path, file) in enumerate(zip(paths, files, strict=True))
-    ]
-
-
-def _with_row_per_item(path: str, name: str, columns: Sequence[str], out: Path, refuse: Refuse) -> str:
-    with parquet_file(name) as file:
-        known = file.schema_arrow.names
-        for column in columns:
-            if column not in known:
-                raise ConfigError(
-                    f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"
-                )
-            if not is_list(kind := file.schema_arrow.field(column).type):
-                raise ConfigError(
-                    f"{path}: column {column!r} (lists): expected lists, got {kind}; correct the map"
-                )
-        empty = pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
-        first = 1
-        with pq.ParquetWriter(out, _row_per_item(path, empty, columns, first, refuse).schema) as writer:
-            for batch in file.iter_batches(_OBJECT_ROWS):
-                writer.write_table(_row_per_item(path, batch, columns, first, refuse))
-                first += len(batch)
-    return str(out)
+    written = [str(folder / f"items-{n}.parquet") for n in range(len(paths))]
+    for path, name, out in zip(paths, files, written, strict=True):
+        with parquet_file(name) as file:
+            known = file.schema_arrow.names
+            for column in columns:
+                if column not in known:
+                    raise ConfigError(
+                        f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"
+                    )
+                if not is_list(kind := file.schema_arrow.field(column).type):
+                    raise ConfigError(
+                        f"{path}: column {column!r} (lists): expected lists, got {kind}; correct the map"
+                    )
+            empty = pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
+            first = 1
+            with pq.ParquetWriter(out, _row_per_item(path, empty, columns, first, refuse).schema) as writer:
+                for batch in file.iter_batches(_OBJECT_ROWS):
+                    writer.write_table(_row_per_item(path, batch, columns, first, refuse))
+                    first += len(batch)
+    return written
 
 
 def _row_per_item(
@@ -660,7 +655,9 @@ def text_rows(
             count_empty(int((~present_N).sum()))
             breaks_N = _line_breaks(batch)
             for n in np.flatnonzero(breaks_N).tolist():
-                if _has_open_cell(text.read(int(line_N[n]), 1 + int(breaks_N[n])), delimiter):
+                # Other text follows the quote: the cell was open, and this is the first quote of a later row.
+                row = text.read(int(line_N[n]), 1 + int(breaks_N[n]))
+                if "expected after" in _csv_error(row, delimiter):
                     refuse(f"{path}:{line_N[n]}", ValueError(_OPEN_CELL))
                     present_N[n] = False
             if len(batch):
@@ -695,23 +692,13 @@ def _open_quote(path: str, line: int) -> ConfigError:
     )
 
 
-def _has_open_cell(row: str, delimiter: str) -> bool:
-    """Whether the quote that ends a cell is followed by other text than a delimiter: the cell was open, and
-    this is the first quote of a later row."""
+def _csv_error(row: str, delimiter: str) -> str:
+    """What is wrong with the quotes of a row, in the words of `csv`; "" = nothing."""
     try:
         deque(csv.reader(io.StringIO(row, newline=""), delimiter=delimiter, strict=True), maxlen=0)
     except csv.Error as error:
-        return "expected after" in str(error)
-    return False
-
-
-def _is_open(row: str, delimiter: str) -> bool:
-    """Whether the text of a row ends within quotes."""
-    try:
-        deque(csv.reader(io.StringIO(row, newline=""), delimiter=delimiter, strict=True), maxlen=0)
-    except csv.Error as error:
-        return "end of data" in str(error) or "field limit" in str(error)
-    return False
+        return str(error)
+    return ""
 
 
 def _line_breaks(rows: pa.RecordBatch | pa.Table) -> np.ndarray:
@@ -754,7 +741,7 @@ class _RowLines:
 
     def on_bad(self, row: pyarrow.csv.InvalidRow) -> str:
         text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
-        if '"' in row.text and _is_open(row.text, self._delimiter):
+        if '"' in row.text and re.search("end of data|field limit", _csv_error(row.text, self._delimiter)):
             text = ""
         self._bad.append((row.number, row.text.count("\n"), text))
         return "skip"
@@ -812,12 +799,10 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                line = without_bom(line)
                 try:
-                    yield number, msgspec.json.decode(line, type=dict[str, Any])
-                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                    wrong = json_error(error, line)
-                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object on each line ({wrong})"))
+                    yield number, json_object(line)
+                except ValueError as error:
+                    refuse(f"{path}:{number}", error)
 
 
 def _read_json(rows_in: str, path: str, refuse: Refuse, count_empty: CountEmpty) -> Iterator[_Batch]:

@@ -144,9 +144,7 @@ def check_redis(key: str, url: str) -> None:
         raise setting_error(key, expected, shown)
 
 
-SERVING_AUTHENTICATION = "tls_certificate and keys_file"
-LINK_AUTHENTICATION = "certificate, key and ca of [link]"
-"""The settings that make a port authenticate its clients, for messages."""
+SERVING_AUTHENTICATION = "tls_certificate and keys_file"  # makes a port authenticate its clients
 
 
 def check_listen(

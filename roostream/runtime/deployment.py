@@ -50,7 +50,31 @@ class ProgramSettings(TlsSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Deployment(ProgramSettings):
+class LinkSettings(ProgramSettings):
+    """A program that calls shards, controller or readers, or is called as one."""
+
+    link: LinkSecurity = setting(
+        factory=LinkSecurity, help="table: authentication of calls to shards, controller and readers"
+    )
+
+    def link_credentials(self) -> LinkCredentials:
+        """Certificates and tokens for all of a program's connections. Raises SettingError: a file can't be
+        read."""
+        return LinkCredentials(self.link, insecure=self.insecure)
+
+    def check_link_port(self, listen: str) -> None:
+        """Raises ConfigError: see `check_listen`. `listen`: the setting of this name."""
+        check_listen(
+            "listen",
+            listen,
+            insecure=self.insecure,
+            authenticated=self.link.is_mutual_tls,
+            by="certificate, key and ca of [link]",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment(LinkSettings):
     """Equal in all programs of a deployment. Manifests contain partitions and buckets, which the first commit
     fixes."""
 
@@ -60,9 +84,6 @@ class Deployment(ProgramSettings):
     bootstrap: str = setting("", "Kafka, host:port; several with commas")
     kafka_security: KafkaSecurity = setting(
         factory=KafkaSecurity, help="table: protocol and authentication of Kafka"
-    )
-    link: LinkSecurity = setting(
-        factory=LinkSecurity, help="table: authentication of calls to shards and controller"
     )
     prefix: str = setting("", "prefix of topic names and Redis keys")
     schema: str = setting("", "schema TOML file")
@@ -105,6 +126,15 @@ class Deployment(ProgramSettings):
             if not getattr(self, key):
                 raise SettingError(key, f"expected a value ({helps[key]}), got nothing; add it")
 
+    def check_share(self, index: int, num_name: str) -> None:
+        """Check the number of a program among several that share the partitions; `num_name`: the setting with
+        their number. Raises ConfigError: it has no partition."""
+        limit = min(getattr(self, num_name), self.partitions)
+        if index >= limit:
+            raise setting_error(
+                "index", f"less than {limit}, the smaller of {num_name} and partitions", index
+            )
+
     def check_shards(self, num_shards: int) -> None:
         """Raises ConfigError: there are more shards than buckets."""
         if num_shards > self.buckets:
@@ -123,11 +153,6 @@ class Deployment(ProgramSettings):
     @property
     def broker(self) -> Broker:
         return Broker(self.bootstrap, self.kafka_security)
-
-    def link_credentials(self) -> LinkCredentials:
-        """Certificates and tokens for all of a program's connections. Raises SettingError: a file can't be
-        read."""
-        return LinkCredentials(self.link, insecure=self.insecure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
+import importlib.util
 import json
 import re
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 from typing import Any
 
-from roostream.errors import UnavailableError
+from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.direct_http import open_direct
 
 JOB_NAME = "roostream-joiner"
@@ -24,6 +26,14 @@ other is started."""
 
 _TIMEOUT_S = 5.0
 _METRICS_A_CALL = 25  # Flink refuses a request line of more than 4,096 bytes
+
+
+def pyflink_home() -> Path:
+    """The folder of the installed PyFlink. Raises SetupError if PyFlink is not installed."""
+    spec = importlib.util.find_spec("pyflink")
+    if spec is None or spec.origin is None:
+        raise SetupError("apache-flink is not installed; run `make setup`")
+    return Path(spec.origin).parent
 
 
 def output_counter(topic: str, reason: str) -> str:

@@ -14,8 +14,8 @@ MAX_KINDS = 256
 class LogRateLimit:
     """Thread-safe; remembers at most MAX_KINDS kinds."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
-        self.now_s, self.every_s = now_s, every_s
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.now_s = now_s
         self._lock = threading.Lock()
         # kind → (time of the last line, number of lines suppressed since)
         self._last: dict[Hashable, tuple[float, int]] = {}
@@ -25,8 +25,8 @@ class LogRateLimit:
         the last one."""
         now_s = self.now_s()
         with self._lock:
-            last_s, suppressed = self._last.pop(kind, (-self.every_s, 0))
-            is_due = now_s - last_s >= self.every_s
+            last_s, suppressed = self._last.pop(kind, (-EVERY_S, 0))
+            is_due = now_s - last_s >= EVERY_S
             self._last[kind] = (now_s, 0) if is_due else (last_s, suppressed + 1)
             if len(self._last) > MAX_KINDS:
                 del self._last[next(iter(self._last))]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -45,6 +48,24 @@ class MetricsCollector(Collector):
         self._failed = False
         families = [_family(name, self.specs[name], value) for name, value in values.items()]
         return [family for family in families if family.samples]
+
+
+@contextlib.contextmanager
+def exported(read: Callable[[], Mapping[str, Any]], specs: Mapping[str, MetricSpec]) -> Iterator[None]:
+    """Export a `MetricsCollector` of the process within the block."""
+    collector = MetricsCollector(read, specs)
+    REGISTRY.register(collector)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(collector)
+
+
+def by_name(specs: Mapping[str, MetricSpec], prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Full metric name → value. The key in `values` is the name without `prefix` and `_total`; `busy_seconds`
+    is `busy_s`."""
+    keys = {name: name.removeprefix(prefix).removesuffix("_total") for name in specs}
+    return {name: values[re.sub("_seconds$", "_s", key)] for name, key in keys.items()}
 
 
 def _family(name: str, spec: MetricSpec, value: Any) -> Metric:

@@ -99,9 +99,9 @@ def serve(
 
 
 def _own_tls(config: ProgramSettings) -> TlsContext | None:
-    if config.tls is None:
+    if not config.tls_certificate:
         return None
-    tls = TlsContext(config.tls)
+    tls = TlsContext(config)
     threading.Thread(target=tls.run, args=(threading.Event(),), name="metrics-tls", daemon=True).start()
     return tls
 

@@ -135,10 +135,10 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def setup_logging(form: LogFormat = "text", level: str = "") -> None:
-    """Log to standard error. `level`: by default of the environment variable ROOSTREAM_LOG. Raises
-    ConfigError for an unknown level, after setting INFO."""
-    level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
+def setup_logging(form: LogFormat) -> None:
+    """Log to standard error, at the level of the environment variable ROOSTREAM_LOG. Raises ConfigError for
+    an unknown level, after setting INFO."""
+    level = (os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
     # TorchRec's fbgemm_gpu logs a line for each of its 15 libraries.
@@ -160,19 +160,20 @@ def check_log_level(level: str) -> None:
         )
 
 
-def _log_kernel_compilation() -> None:
+_has_logged_compilation = threading.Event()
+
+
+def log_kernel_compilation() -> None:
     """Log one line before the first kernel that is compiled at run time; otherwise the program seems to hang
-    for a minute."""
+    for a minute. Call it after the imports of a program."""
     if "numba" not in sys.modules:
         return
     from numba.core import event
 
     class Once(event.Listener):  # type: ignore[misc]
-        logged = False
-
         def on_start(self, event: object) -> None:
-            if not self.logged:
-                self.logged = True
+            if not _has_logged_compilation.is_set():
+                _has_logged_compilation.set()
                 log.info("compiling kernels once; they are cached for the next start")
 
         def on_end(self, event: object) -> None:
@@ -214,7 +215,7 @@ def run(
         set_on_signals(stop)
     try:
         setup_logging(log_format)
-        _log_kernel_compilation()
+        log_kernel_compilation()
         body(stop)
     except RoostreamError as error:
         if stop.is_set() and isinstance(error, UnavailableError):

@@ -19,17 +19,6 @@ _CHECK_EVERY_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TlsFiles:
-    """PEM files. `client_ca`: authorities of client certificates. Clients without one are accepted unless
-    `client_required`."""
-
-    certificate: str
-    key: str
-    client_ca: str = ""
-    client_required: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsSettings(Settings):
     """TLS settings of a program: if it has a certificate, all its HTTP ports use it."""
 
@@ -64,30 +53,19 @@ class TlsSettings(Settings):
         """URL scheme of the program's ports."""
         return "https" if self.tls_certificate else "http"
 
-    @property
-    def tls(self) -> TlsFiles | None:
-        """None without TLS."""
-        if not self.tls_certificate:
-            return None
-        return TlsFiles(
-            certificate=self.tls_certificate,
-            key=self.tls_key,
-            client_ca=self.tls_client_ca,
-            client_required=self.tls_client_required,
-        )
-
 
 class TlsContext:
     """One SSL context for all connections. Handshakes that begin after a change of the files use the new
     ones."""
 
-    def __init__(self, files: TlsFiles) -> None:
-        """Raises SettingError: a file can't be read, or certificate and key do not match."""
-        self.files = files
-        named = files.certificate, files.key, files.client_ca
+    def __init__(self, settings: TlsSettings) -> None:
+        """`settings` have a certificate. Raises SettingError: a file can't be read, or certificate and key do
+        not match."""
+        self.settings = settings
+        named = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
         self._watch = FileWatcher(*(Path(name) for name in named if name))
         self._changed_s = 0.0  # when changed files were loaded, as Unix time
-        self.context = self._newest = _context(files)
+        self.context = self._newest = _context(settings)
         self.context.sni_callback = self._use_newest
 
     def poll(self) -> None:
@@ -95,7 +73,7 @@ class TlsContext:
         if not self._watch.changed():
             return
         try:
-            self._newest, self._changed_s = _context(self.files), time.time()
+            self._newest, self._changed_s = _context(self.settings), time.time()
         except SettingError as error:
             log.error("%s; the old files stay in use", error)
         else:
@@ -123,24 +101,34 @@ def no_password() -> str:
     raise OSError("the key is encrypted; write it without a password")
 
 
-def _context(files: TlsFiles) -> ssl.SSLContext:
+def load_certificate(context: ssl.SSLContext, key: str, certificate: str, private_key: str) -> None:
+    """Raises SettingError, with the name of the setting `key`: a file can't be read, or both do not match."""
+    try:
+        context.load_cert_chain(certificate, private_key, no_password)
+    except OSError as error:  # ssl.SSLError is one
+        got = f"{certificate!r} and {private_key!r}: {error.strerror or error}"
+        raise SettingError(
+            key, f"expected PEM files of a certificate chain and its private key, got {got}"
+        ) from None
+
+
+def load_authorities(context: ssl.SSLContext, key: str, file: str) -> None:
+    """Raises SettingError, with the name of the setting `key`: the file can't be read."""
+    try:
+        context.load_verify_locations(file)
+    except OSError as error:
+        got = f"{file!r}: {error.strerror or error}"
+        raise SettingError(key, f"expected a PEM file of authorities, got {got}") from None
+
+
+def _context(settings: TlsSettings) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(files.certificate, files.key, no_password)
-    except OSError as error:  # ssl.SSLError is one
-        got = f"{files.certificate!r} and {files.key!r}: {error.strerror or error}"
-        raise SettingError(
-            "tls_certificate", f"expected PEM files of a certificate chain and its private key, got {got}"
-        ) from None
-    if files.client_ca:
+    load_certificate(context, "tls_certificate", settings.tls_certificate, settings.tls_key)
+    if settings.tls_client_ca:
         # With a ticket a client would skip the check of its certificate, also by changed authorities.
         context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
-        try:
-            context.load_verify_locations(files.client_ca)
-        except OSError as error:
-            got = f"{files.client_ca!r}: {error.strerror or error}"
-            raise SettingError("tls_client_ca", f"expected a PEM file of authorities, got {got}") from None
-        context.verify_mode = ssl.CERT_REQUIRED if files.client_required else ssl.CERT_OPTIONAL
+        load_authorities(context, "tls_client_ca", settings.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED if settings.tls_client_required else ssl.CERT_OPTIONAL
     return context

@@ -9,15 +9,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
 
 from confluent_kafka import KafkaError
-from prometheus_client import REGISTRY
 
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
@@ -25,7 +25,7 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition, name_of
 from roostream.runtime.log_rate_limit import LogRateLimit
-from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
+from roostream.runtime.metrics_collector import MetricSpec, by_name, exported
 from roostream.runtime.program import Stop
 from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
 from roostream.schema.registry import open_registry
@@ -53,11 +53,6 @@ METRICS = {
     "roostream_archiver_behind_records": MetricSpec("records that are not read yet", ("partition",)),
     "roostream_archiver_archivers": MetricSpec("number of archivers, of which this is one"),
 }
-
-
-def run_archiver(config: ArchiverConfig) -> int:
-    """Run until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
-    return program.run(f"archiver {config.index}", lambda stop: archive(config, stop), config.log_format)
 
 
 def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
@@ -164,10 +159,9 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         KafkaDeadLetters(config, clock).send,
         clock,
     )
-    collector = MetricsCollector(lambda: metrics_of(archiver, config.num_archivers), METRICS)
-    REGISTRY.register(collector)
     backoff = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
-    try:
+    exporting = exported(lambda: metrics_of(archiver, config.num_archivers), METRICS)
+    with contextlib.closing(reader), exporting:
         with health.waiting("warehouse"):
             backoff.until(archiver.open, (UnavailableError,), stop)
         while not stop.is_set():
@@ -179,24 +173,16 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
                 health.turned(str(error))
                 backoff.wait(error, stop)
         archiver.flush()
-    finally:
-        REGISTRY.unregister(collector)
-        reader.close()
 
 
 def metrics_of(archiver: Archiver, num_archivers: int) -> dict[str, object]:
     """Full metric name → value."""
-    counts = archiver.counts
-    lag = {f"{topic}-{number}": behind.records for (topic, number), behind in archiver.reader.lag().items()}
-    return {
-        "roostream_archiver_rows_total": counts.rows,
-        "roostream_archiver_files_total": counts.files,
-        "roostream_archiver_bytes_total": counts.bytes,
-        "roostream_archiver_dead_total": counts.dead,
-        "roostream_archiver_commits_total": counts.commits,
-        "roostream_archiver_refused_total": counts.refused,
-        "roostream_archiver_lost_total": archiver.reader.num_lost,
-        "roostream_archiver_waiting_bytes": archiver.num_buffered_bytes,
-        "roostream_archiver_behind_records": lag,
-        "roostream_archiver_archivers": num_archivers,
+    lag = archiver.reader.lag()
+    values = {
+        **vars(archiver.counts),
+        "lost": archiver.reader.num_lost,
+        "waiting_bytes": archiver.num_buffered_bytes,
+        "behind_records": {f"{topic}-{number}": behind.records for (topic, number), behind in lag.items()},
+        "archivers": num_archivers,
     }
+    return by_name(METRICS, "roostream_archiver_", values)

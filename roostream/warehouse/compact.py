@@ -314,11 +314,9 @@ class CompactCounts:
 class Compactor:
     """Compacts one warehouse. One thread; several compactors may work on the same warehouse."""
 
-    def __init__(
-        self, warehouse: Warehouse, config: CompactorConfig, clock: Clock, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, warehouse: Warehouse, config: CompactorConfig, clock: Clock) -> None:
         self.warehouse, self.config, self.clock = warehouse, config, clock
-        self.rng = rng or random.Random()
+        self.rng = random.Random()
         self.counts = CompactCounts()
         self.num_due = 0
         self._next_vacuum_s = clock.monotonic_s()

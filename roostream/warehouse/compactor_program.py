@@ -3,14 +3,12 @@ sorted ones (seals the day), and deletes files whose retention is over."""
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY
-
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
-from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
+from roostream.runtime.metrics_collector import MetricSpec, by_name, exported
 from roostream.runtime.program import Stop
 from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
@@ -34,20 +32,13 @@ METRICS = {
 }
 
 
-def run_compactor(config: CompactorConfig) -> int:
-    """Run until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
-    return program.run("compactor", lambda stop: compact(config, stop), config.log_format)
-
-
 def compact(config: CompactorConfig, stop: Stop) -> None:
     """Run until `stop`. An unfinished step is not committed, and the next compactor does it again."""
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
     compactor = Compactor(Warehouse(config.warehouse), config, SystemClock())
-    collector = MetricsCollector(lambda: metrics_of(compactor), METRICS)
-    REGISTRY.register(collector)
     backoff = Backoff(what=f"the warehouse at {config.warehouse}")
-    try:
+    with exported(lambda: metrics_of(compactor), METRICS):
         while not stop.is_set():
             try:
                 compactor.run_once(stop, health.turned)
@@ -58,22 +49,9 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
                 backoff.wait(error, stop)
                 continue  # without the interval, because this pass was not completed
             stop.wait(config.interval_ms / 1000)
-    finally:
-        REGISTRY.unregister(collector)
 
 
 def metrics_of(compactor: Compactor) -> dict[str, object]:
     """Full metric name → value."""
-    counts = compactor.counts
-    return {
-        "roostream_compactor_seals_total": counts.seals,
-        "roostream_compactor_files_replaced_total": counts.files_replaced,
-        "roostream_compactor_rows_total": counts.rows,
-        "roostream_compactor_repeated_total": counts.repeated,
-        "roostream_compactor_retired_total": counts.retired,
-        "roostream_compactor_cut_total": counts.cut,
-        "roostream_compactor_deleted_total": counts.deleted,
-        "roostream_compactor_refused_total": counts.refused,
-        "roostream_compactor_damaged_total": counts.damaged,
-        "roostream_compactor_due": compactor.num_due,
-    }
+    values = {**vars(compactor.counts), "due": compactor.num_due}
+    return by_name(METRICS, "roostream_compactor_", values)

@@ -37,11 +37,7 @@ class ArchiverConfig(WarehouseSettings, Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limit = min(self.num_archivers, self.partitions)
-        if self.index >= limit:
-            raise setting_error(
-                "index", f"less than {limit}, the smaller of num_archivers and partitions", self.index
-            )
+        self.check_share(self.index, "num_archivers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,10 +90,6 @@ class Decoder:
     def __init__(self, schema: Schema, registry: Registry) -> None:
         self.schema = schema
         self.plans = ReadingPlans(schema, registry)
-        self.num_skipped_features = 0
-        """Features of decoded samples that the schema in use no longer has, so far."""
-        self.num_skipped_corrections = 0
-        """Corrections that were not requested, or have no features, so far."""
 
     def decode(self, records: Sequence[Record], *, corrections: bool = False) -> tuple[Batch, list[Reject]]:
         """Decode the samples of one poll and, if asked, its trainable corrections.
@@ -122,8 +118,6 @@ class Decoder:
             offset_R=np.array([record.offset for record in records], dtype=np.int64)[index_R],
             **_fill_samples(self.plans, found, plan_N, kept_R),
         )
-        self.num_skipped_features += int(self.plans.num_skipped_S[plan_N[kept_R]].sum())
-        self.num_skipped_corrections += int(((status_N == OK) & ~is_trainable_N).sum())
         return batch, [Reject(i, *rejects[i]) for i in sorted(rejects)]
 
     def decode_request(self, ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int) -> Batch:
@@ -331,8 +325,6 @@ class ReadingPlans:
         plans = [reading_plan(w, self.schema) for w in self._writers]
         self.label_to_ST = _padded([p["label"] for p in plans], -2)
         self.num_labels_S = np.array([len(w.labels) for w in self._writers], dtype=np.int64)
-        groups = ("ro_float", "ro_list", "nro_float", "nro_list")
-        self.num_skipped_S = np.array([sum(p[g].count(-1) for g in groups) for p in plans], dtype=np.int64)
         self.of_side: dict[Side, ReadingPlan] = {side: self._stacked(side, plans) for side in _SIDES}
 
     def _stacked(self, side: Side, plans: list[dict[str, list[int]]]) -> ReadingPlan:

@@ -82,15 +82,15 @@ def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
     return Lookup(stacks, shared, _unique_requests(batch) if deduplicated else None)
 
 
-def shared_sequences(batch: Batch, min_factor: float = MIN_FACTOR) -> dict[str, PartialDedup]:
-    """The request-only sequences with at least `min_factor` entries for each entry kept."""
+def shared_sequences(batch: Batch) -> dict[str, PartialDedup]:
+    """The request-only sequences with at least MIN_FACTOR entries for each entry kept."""
     names = [
         f.name for f in batch.schema.lists("ro") if f.kind == "sequence" and batch.ro_lists.total_of(f.name)
     ]
     order_M = order_by_user(batch) if names else None
     found = {name: find_partial_dedup(batch.ro_lists, name, order_M=order_M) for name in names}
     total_of = batch.ro_lists.total_of
-    return {name: d for name, d in found.items() if total_of(name) >= min_factor * len(d.entry_V)}
+    return {name: d for name, d in found.items() if total_of(name) >= MIN_FACTOR * len(d.entry_V)}
 
 
 def _unique_requests(batch: Batch) -> Inverse | None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from roostream.runtime.deployment import Deployment, RedisSettings
-from roostream.schema.settings import setting, setting_error
+from roostream.schema.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,4 @@ class FeaturesConfig(RedisSettings, Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limit = min(self.num_updaters, self.partitions)
-        if self.index >= limit:
-            raise setting_error(
-                "index", f"less than {limit}, the smaller of num_updaters and partitions", self.index
-            )
+        self.check_share(self.index, "num_updaters")

@@ -23,7 +23,7 @@ from roostream.errors import UnavailableError, WireError
 from roostream.online.counters import LISTS, Counters, Keys, merge_keys
 from roostream.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
 from roostream.online.seen_events import EventId, engagement_id, list_id
-from roostream.runtime import metrics_server, program, redis_client
+from roostream.runtime import metrics_server, redis_client
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -235,12 +235,7 @@ def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, hea
                 backoff.wait(error, stop)
 
 
-def run(config: FeaturesConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
-    return program.run("features", lambda stop: features_body(config, stop), config.log_format)
-
-
-def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
+def run_until_stopped(config: FeaturesConfig, stop: threading.Event) -> None:
     """Run until `stop` is set.
 
     Raises:

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from infra.flink_cluster import pyflink_home
 from infra.jars import find_java, java_home
+from roostream.runtime.flink_rest import pyflink_home
 from serving.client.client import ServingClient
 from tests.containers.kubernetes_node import ADDRESS, KAFKA_HOST, KAFKA_PORT, LOCAL_KAFKA_PORT, KubernetesNode
 from tests.k8s.manifests import find_object, of_kind, workloads

@@ -15,9 +15,9 @@ import jsonschema
 import pytest
 import yaml
 
-from infra.flink_cluster import pyflink_home
 from infra.options import demo
 from infra.program_specs import PROGRAM_SPECS
+from roostream.runtime.flink_rest import pyflink_home
 from roostream.runtime.program import STOP_S
 from roostream.schema.settings import load
 from tests.k8s.dockerfile import read

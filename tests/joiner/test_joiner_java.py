@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.flink_cluster import pyflink_home
 from infra.jars import COMPILER_JARS, CONNECTOR_JARS, find_java
 from infra.prepare import JAVA_SOURCES, compile_java
 from joiner.local_engine import PartitionTime
 from joiner.outputs import Output
 from joiner.state import Engagement, Impression
 from roostream.runtime.event_time import START
+from roostream.runtime.flink_rest import pyflink_home
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.event_checks import MAX_TIME_MS
 from roostream.wire.records import Record

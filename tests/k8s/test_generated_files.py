@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.flink_cluster import pyflink_home
+from roostream.runtime.flink_rest import pyflink_home
 from roostream.runtime.kafka.topics import TOPICS, TopicSettings, configs
 from tests.contract.source_tree import ROOT
 from tests.k8s.generate import K8S, RIGHTS, contents

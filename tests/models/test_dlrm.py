@@ -240,7 +240,9 @@ def test_layers_that_do_not_fit_are_rejected(settings: dict[str, Any], message: 
 def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)
     monkeypatch.delitem(sys.modules, "roostream.models.dlrm", raising=False)
-    with pytest.raises(ConfigError, match=r"kind = 'dcn': expected TorchRec, .* 'roostream\[torchrec\]'"):
+    with pytest.raises(
+        ConfigError, match=r"kind = 'dcn' in worker and serving needs torchrec.*'roostream\[torchrec\]'"
+    ):
         build_model(same_width_schema(), DcnConfig(), 0)
 
 

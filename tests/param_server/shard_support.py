@@ -19,7 +19,6 @@ from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
 from param_server.key_value_store import KeyValueStore, MemoryKeyValueStore
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
-from param_server.rows_topic import InMemoryRows
 from param_server.segment_copies import SegmentCopies
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
@@ -31,6 +30,7 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, StackLookup
+from tests.param_server.memory_rows import InMemoryRows
 from tests.runtime.manifest_cases import a_manifest
 from tests.trainer.memory_store import MemoryStore
 

@@ -15,13 +15,13 @@ from param_server.eviction import ExpiryPolicy
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.outbox import run_to_end
 from param_server.publish import Message, Publisher
-from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from param_server.table import GradientPush, build_tables
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

@@ -11,12 +11,12 @@ from param_server.kernels import IN_FLIGHT
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.outbox import PublishRound
 from param_server.publish import Publisher
-from param_server.rows_topic import InMemoryRows
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.schema.ids import bucket_of, buckets_of
 from roostream.wire import records as wire
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

@@ -16,10 +16,10 @@ from param_server.client import Client
 from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.publish import Publisher
-from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ITEM,
     NEVER_STOP,

@@ -14,7 +14,6 @@ from param_server.key_value_store import MemoryKeyValueStore
 from param_server.main import METRICS, metrics_of
 from param_server.publish import Publisher
 from param_server.row_block import checksum
-from param_server.rows_topic import InMemoryRows
 from param_server.server import ShardRpcHandler
 from roostream.errors import (
     CheckpointError,
@@ -30,6 +29,7 @@ from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of
 from roostream.schema.schema_file import schema_from_dict
 from roostream.schema.update_rules import Adagrad
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

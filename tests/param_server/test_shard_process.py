@@ -234,7 +234,7 @@ def test_a_killed_shard_restores_its_committed_rows(
     assert refused["ok"] is False and refused["away"] is True and "manifests/00000009" in refused["error"]
     transport.close()
     assert shard.stop_with(signal.SIGTERM) == 0
-    assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
+    assert "Traceback" not in shard.log.read_text() and "shard 0 stopped" in shard.log.read_text()
 
 
 def test_a_port_in_use_ends_in_one_sentence(shard: ShardProcess, controller: FakeController) -> None:
@@ -327,4 +327,4 @@ def test_a_shard_whose_home_was_deleted_is_restored_bit_equal_and_leaves_after_t
     assert shard.process is not None and shard.process.poll() is None
     controller.may_leave = True
     assert shard.process.wait(30) == 0
-    assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
+    assert "Traceback" not in shard.log.read_text() and "shard 0 stopped" in shard.log.read_text()

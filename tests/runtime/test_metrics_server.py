@@ -90,8 +90,7 @@ def test_the_metrics_port_uses_tls_and_reloads_certificates(health: Health, tmp_
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("program")
     config = ProgramSettings(tls_certificate=certificate, tls_key=key)
-    assert config.tls is not None
-    tls = TlsContext(config.tls)
+    tls = TlsContext(config)
     ports = [metrics_server.serve(config, health), metrics_server.serve(config, health, tls=tls)]
     assert [get_over_tls(port, old) for port in ports] == [200, 200]
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):

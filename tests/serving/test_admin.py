@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.tls import TlsContext, TlsFiles
+from roostream.runtime.tls import TlsContext, TlsSettings
 from roostream.schema.ids import key_bytes
 from roostream.schema.settings import SettingError
 from serving.access.bearer_keys import Keyring, new_key, write_keys
@@ -211,7 +211,9 @@ def test_an_unusable_token_file_is_refused_without_printing_it(tmp_path: Path, c
 def test_with_a_certificate_the_port_accepts_only_tls(serving: InProcessServing, tmp_path: Path) -> None:
     server_ca, client_ca = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = server_ca.issue("serving")
-    files = TlsFiles(certificate=certificate, key=key, client_ca=str(client_ca.pem), client_required=True)
+    files = TlsSettings(
+        tls_certificate=certificate, tls_key=key, tls_client_ca=str(client_ca.pem), tls_client_required=True
+    )
     token = tmp_path / "token"
     token.write_text(TOKEN)
     friend = tmp_path / "friend.both"

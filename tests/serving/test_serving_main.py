@@ -38,10 +38,10 @@ ROOT = Path(__file__).parents[2]
 _RUN_SERVING = """
 import sys
 from roostream.runtime.program import leave
+from infra.program_specs import find_spec
 from roostream.schema.settings import load
 from serving.config import ServingConfig
-from serving.main import run
-code = run(load(ServingConfig, sys.argv[1]))
+code = find_spec("serving").run_until_signal(load(ServingConfig, sys.argv[1]))
 assert not [m for m in ("torchrec", "pyflink", "pandas") if m in sys.modules]
 leave(code)
 """

@@ -322,13 +322,16 @@ def merge_summaries(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return summarize({"requests": requests, **next(iter(tasks.values())), "tasks": tasks})
 
 
+_MAX_DAILY_SCORES = 1 << 24
+
+
 class DailyMetrics:
     """Metrics of a report (docs/protocols.md, Reports): overall, from `measure_from_ms` on, and by day of
     request time (UTC)."""
 
-    def __init__(self, tasks: Sequence[str], *, measure_from_ms: int = 0, max_scores: int = 1 << 24) -> None:
-        self.tasks, self._max_scores, self._measure_from_ms = tasks, max_scores, measure_from_ms
-        self._overall, self._measured = (Metrics(tasks, max_scores) for _ in range(2))
+    def __init__(self, tasks: Sequence[str], *, measure_from_ms: int = 0) -> None:
+        self.tasks, self._measure_from_ms = tasks, measure_from_ms
+        self._overall, self._measured = (Metrics(tasks, _MAX_DAILY_SCORES) for _ in range(2))
         self._by_day: dict[str, Metrics] = {}
 
     def update(self, batch: ScoredBatch) -> None:
@@ -338,7 +341,7 @@ class DailyMetrics:
         day_R = batch.time_ms_R // 86_400_000
         for day in np.unique(day_R).tolist():
             date = datetime.datetime.fromtimestamp(day * 86_400, datetime.UTC).date().isoformat()
-            metrics = self._by_day.setdefault(date, Metrics(self.tasks, self._max_scores))
+            metrics = self._by_day.setdefault(date, Metrics(self.tasks, _MAX_DAILY_SCORES))
             metrics.update(batch.of_requests(day_R == day))
 
     def report(self) -> Report:

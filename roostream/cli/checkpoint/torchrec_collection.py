@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,9 +106,7 @@ def read_ids(path: Path | None) -> dict[str, np.ndarray]:
     return found
 
 
-def write_tensors(
-    files: Mapping[Path, Mapping[str, np.ndarray]], fsync: Callable[[int], None] = os.fsync
-) -> None:
+def write_tensors(files: Mapping[Path, Mapping[str, np.ndarray]]) -> None:
     """Write new safetensors files durably, all or none. Raises CheckpointError: one exists or cannot be
     written."""
     with contextlib.ExitStack() as on_error:
@@ -118,8 +116,8 @@ def write_tensors(
                     on_error.callback(path.unlink)
                     file.write(tensor_file.encode(tensors, {}))
                     file.flush()
-                    fsync(file.fileno())
-                sync_path(path.parent, fsync)
+                    os.fsync(file.fileno())
+                sync_path(path.parent)
             except OSError as error:
                 raise CheckpointError(
                     f"{path} cannot be written ({error.strerror}); choose a new file"

@@ -10,7 +10,7 @@ import click
 
 from roostream.cli.options import CommandGroup, Duration, Location, MultiValueCommand, NonEmptyPath
 from roostream.cli.output import plain, progress_bar
-from roostream.errors import SetupError
+from roostream.errors import SetupError, needs_extra
 from roostream.replay.detect_dataset import detect_replay, input_paths
 from roostream.replay.import_map import load_map
 from roostream.replay.table_import import import_table
@@ -109,10 +109,8 @@ def log(
       roostream import log --schema shop.toml --warehouse warehouse/ shown.csv --engagements done.csv
       roostream import log --warehouse warehouse/ ebnerd/
     """
-    try:
+    with needs_extra("`import log`", "warehouse", SetupError):
         from roostream.cli.data.log_archive import archive_log
-    except ModuleNotFoundError as error:
-        raise SetupError(f"`import log` needs {error.name}; pip install 'roostream[warehouse]'") from None
     replay = detect_replay(log, schema, engagements=engagements, skip_bad=skip_bad)
     replay = dataclasses.replace(replay, window_ms=window_ms)
     with progress_bar("requests") as update:

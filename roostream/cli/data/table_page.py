@@ -9,7 +9,7 @@ from typing import Any
 
 from roostream.cli.replay.report_page import page, table
 from roostream.cli.replay.report_table import number
-from roostream.errors import SetupError
+from roostream.errors import SetupError, needs_extra
 from roostream.replay.report_files import write_atomically
 from roostream.warehouse.column_popularity import hit_rates, recent_session_features
 from roostream.warehouse.data_file import DataFile
@@ -51,10 +51,8 @@ def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
         SetupError: matplotlib is not installed, or the folder cannot be created.
         ConfigError: a file cannot be written.
     """
-    try:
+    with needs_extra("the page", "replay", SetupError):
         from roostream.cli.replay.report_figures import figures_of_table
-    except ModuleNotFoundError as error:
-        raise SetupError(f"{error.name} is needed for the page's plots; install roostream[replay]") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

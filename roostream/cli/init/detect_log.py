@@ -19,7 +19,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -27,7 +26,7 @@ from roostream.cli.init.column_values import ColumnValues, Kind
 from roostream.errors import ConfigError, nearest
 from roostream.replay.import_map import OWN_NAMES
 from roostream.replay.input_files import open_file
-from roostream.replay.log_lines import json_error, without_bom
+from roostream.replay.log_lines import json_object
 from roostream.replay.parquet_log import damaged_file, parquet_file, times_in_ms
 from roostream.replay.table_files import LINE, LISTS, as_parquet, form_of
 from roostream.replay.table_log import OF_ENGAGEMENTS
@@ -250,14 +249,10 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
 
 
 def _decode(raw: bytes, where: str) -> dict[str, Any]:
-    line = without_bom(raw)
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        wrong = json_error(error, line)
-        raise ConfigError(
-            f"{where}: expected a JSON object on each line ({wrong}); correct the line"
-        ) from None
+        return json_object(raw)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; correct the line") from None
 
 
 def _candidate_rows(candidates: Any, where: str) -> list[dict[str, Any]]:

@@ -127,10 +127,6 @@ class ReplayProgress:
             share = f" of {self._total} ({10 * tenth} %)" if self._total else ""
             log.info("%s%s", ", ".join(f"{name} {count}" for name, count in self._done.items()), share)
 
-    def count_sent(self, records: Iterable[Record]) -> Iterator[Record]:
-        """Pass the records through and count their impressions as sent."""
-        return count_impressions(records, lambda count: self.update(sent=count))
-
 
 def count_impressions(records: Iterable[Record], update: Callable[[int], None]) -> Iterator[Record]:
     """Pass the records through, and call `update` with the number of impressions so far, now and then."""

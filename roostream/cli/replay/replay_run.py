@@ -20,7 +20,7 @@ from infra.home import Home
 from infra.options import to_toml_value
 from roostream.cli.output import progress_bar
 from roostream.cli.replay.likely_reasons import likely_reasons
-from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
+from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress, count_impressions
 from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import print_table
@@ -73,9 +73,8 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
         source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     with ReplayProgress(console, source.num_requests) as progress:
-        stream = paced(
-            progress.count_sent(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
-        )
+        sent = count_impressions(with_first_record(source.records), lambda count: progress.update(sent=count))
+        stream = paced(sent, config.speed_factor, SystemClock(), stop)
         outcome = _engine(config, source)(config, schema, stream, progress, stop)
     if stop.is_set():
         raise UnavailableError("stopped before the end of the log; no report was written")

@@ -9,7 +9,7 @@ from typing import Any
 
 from roostream.cli.output import Row, clock
 from roostream.cli.replay.report_table import join_rows, number
-from roostream.errors import SetupError, printable
+from roostream.errors import SetupError, needs_extra, printable
 from roostream.replay.report_files import write_atomically
 from trainer.monitoring.progressive_metrics import METRIC_NAMES
 from trainer.monitoring.verdict import WORDS
@@ -30,12 +30,8 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
         SetupError: matplotlib is not installed.
         ConfigError: the file cannot be written; an existing file is unchanged.
     """
-    try:
+    with needs_extra("the page (not --report FILE.json)", "replay", SetupError):
         from roostream.cli.replay.report_figures import figures_of
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"{error.name} is needed for the figures of the page; install it, or use --report FILE.json"
-        ) from None
     write_atomically(path, page_of(title, report, figures_of(report)))
 
 

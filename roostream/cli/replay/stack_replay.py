@@ -44,7 +44,7 @@ from roostream.cli.replay.outcome import (
     TrainingSummary,
 )
 from roostream.cli.replay.program_settings import joiner_settings, program_settings
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, UnavailableError, needs_extra
 from roostream.replay.config import ReplayConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
@@ -367,14 +367,10 @@ class ArchivePhase:
     def __init__(self, place: Path, store: CheckpointStore, clock: Clock) -> None:
         """`store` has the commits of the stack. Raises ConfigError: the packages for a warehouse are not
         installed."""
-        try:
+        with needs_extra("a warehouse", "warehouse"):
             from roostream.warehouse.compact import Compactor
             from roostream.warehouse.config import CompactorConfig
             from roostream.warehouse.warehouse import Warehouse
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{error.name} is needed to read a warehouse; pip install 'roostream[warehouse]'"
-            ) from None
         self.store, self.clock = store, clock
         self._warehouse = Warehouse(place)
         self._compactor = Compactor(self._warehouse, CompactorConfig(warehouse=str(place)), clock)

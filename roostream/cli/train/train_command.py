@@ -16,18 +16,14 @@ def run(config: TrainConfig) -> int:
     unavailable."""
     from roostream.cli.options import parse_overrides
     from roostream.cli.output import progress_bar
-    from roostream.errors import ConfigError
+    from roostream.errors import ConfigError, needs_extra
     from roostream.replay.report_files import check_report, write_report
     from roostream.runtime import program
     from trainer.config import LoopConfig
 
     def body(stop: program.Stop) -> None:
-        try:
+        with needs_extra("a warehouse", "warehouse"):
             from roostream.cli.train.offline import train_offline
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{error.name} is needed to read a warehouse; pip install 'roostream[warehouse]'"
-            ) from None
         check_report(config.report)
         chosen = parse_overrides(config.set)
         if unknown := sorted(chosen.keys() - {"worker"}):

@@ -75,12 +75,10 @@ class SocketTransport:
         address: str,
         *,
         connect_timeout_s: float = 2.0,
-        max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         credentials: LinkCredentials | None = None,
         lookup: HostLookup | None = None,
     ) -> None:
         self.address, self.connect_timeout_s = address, connect_timeout_s
-        self.max_frame_bytes = max_frame_bytes
         self.credentials = credentials or LinkCredentials()
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()
@@ -90,14 +88,12 @@ class SocketTransport:
         self.num_connections_opened = 0
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
-        buffers = frames.encode(
-            frames.CALL, {"method": method, "header": header}, arrays, self.max_frame_bytes
-        )
+        buffers = frames.encode(frames.CALL, {"method": method, "header": header}, arrays)
         deadline = time.monotonic() + timeout_s
         connection = self._connection(method, timeout_s)
         try:
             connections.send(connection, buffers, deadline)
-            received = connections.receive(connection, deadline, self.max_frame_bytes)
+            received = connections.receive(connection, deadline, frames.MAX_FRAME_BYTES)
         except (OSError, WireError) as error:
             self._drop(connection)
             reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
@@ -181,7 +177,7 @@ class SocketTransport:
         try:
             greeting = frames.encode(frames.CALL, {"method": frames.GREETING, "header": {"token": tokens[0]}})
             connections.send(connection, greeting, deadline)
-            answer = connections.receive(connection, deadline, self.max_frame_bytes)
+            answer = connections.receive(connection, deadline, frames.MAX_FRAME_BYTES)
             if answer is None:
                 raise ConnectionResetError("the peer closed the connection instead of taking the token")
             if answer[0] == frames.ERROR:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from roostream.errors import reason_of
 from roostream.runtime.file_watcher import FileWatcher
-from roostream.runtime.tls import no_password
+from roostream.runtime.tls import load_authorities, load_certificate
 from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.rpc")
@@ -149,19 +149,8 @@ def _context(security: LinkSecurity, protocol: ssl._SSLMethod) -> ssl.SSLContext
     context.verify_mode = ssl.CERT_REQUIRED  # of clients too; only clients check the host name
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # connections are long-lived, not resumed
-    try:
-        context.load_cert_chain(security.certificate, security.key, no_password)
-    except OSError as error:  # ssl.SSLError is one
-        got = f"{security.certificate!r} and {security.key!r}: {error.strerror or error}"
-        raise SettingError(
-            "link.certificate", f"expected PEM files of a certificate chain and its private key, got {got}"
-        ) from None
-    try:
-        context.load_verify_locations(security.ca)
-    except OSError as error:
-        raise SettingError(
-            "link.ca", f"expected a PEM file of authorities, got {security.ca!r}: {error.strerror or error}"
-        ) from None
+    load_certificate(context, "link.certificate", security.certificate, security.key)
+    load_authorities(context, "link.ca", security.ca)
     return context
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
-from roostream.runtime.deployment import ProgramSettings
-from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.address import check_addresses
+from roostream.runtime.deployment import LinkSettings
 from roostream.schema.settings import Settings, setting, setting_error
 
 MAX_READERS = 256
@@ -52,7 +51,7 @@ class ReaderCountConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReaderConfig(ProgramSettings):
+class ReaderConfig(LinkSettings):
     """`roostream reader`: reads splits of the session that is trained and serves them to workers.
     Stateless."""
 
@@ -60,9 +59,6 @@ class ReaderConfig(ProgramSettings):
     listen: str = setting("127.0.0.1:0", "host:port that workers call; port 0 picks a free port")
     advertised_address: str = setting(
         "", "host:port under which workers reach it, if not `listen`; port 0 = the port of `listen`"
-    )
-    link: LinkSecurity = setting(
-        factory=LinkSecurity, help="table: keys and TLS of its calls, and who may call it"
     )
     max_splits: int = setting(2, "splits that are leased at once; one of them is being read", ge=1, le=64)
     max_bytes: int = setting(
@@ -74,16 +70,6 @@ class ReaderConfig(ProgramSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_addresses("controller", self.controller)
-        check_listen(
-            "listen",
-            self.listen,
-            insecure=self.insecure,
-            authenticated=self.link.is_mutual_tls,
-            by=LINK_AUTHENTICATION,
-        )
+        self.check_link_port(self.listen)
         if self.advertised_address:
             check_addresses("advertised_address", self.advertised_address)
-
-    def link_credentials(self) -> LinkCredentials:
-        """As `Deployment.link_credentials`."""
-        return LinkCredentials(self.link, insecure=self.insecure)

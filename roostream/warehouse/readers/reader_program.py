@@ -15,15 +15,13 @@ import threading
 import tomllib
 from collections.abc import Callable
 
-from prometheus_client import REGISTRY
-
 from roostream.errors import CheckpointError, RoostreamError, UnavailableError
-from roostream.runtime import metrics_server, program
+from roostream.runtime import metrics_server
 from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
-from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
+from roostream.runtime.metrics_collector import MetricSpec, by_name, exported
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
@@ -61,11 +59,6 @@ METRICS = {
 
 OpenTable = Callable[[TableInput, Schema], tuple[LocalSessionRows, Schema]]
 """Opens a session: its rows, and the schema of its batches."""
-
-
-def run_reader(config: ReaderConfig) -> int:
-    """Run until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
-    return program.run("reader", lambda stop: read(config, stop), config.log_format)
 
 
 def open_table(table: TableInput, schema: Schema) -> tuple[LocalSessionRows, Schema]:
@@ -163,36 +156,24 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     # The agent needs the server's port, and the server the agent: the handler looks it up when it is called.
     server = RpcServer(lambda *call: agent.handle(*call), host, port, credentials=credentials).start()
     agent = ReaderAgent(reader, advertised_address(config, server.port), config.max_splits)
-    collector = MetricsCollector(lambda: metrics_of(reader), METRICS)
-    REGISTRY.register(collector)
     controller = SocketTransport(config.controller, credentials=credentials)
     threads, drained = ThreadGroup(stop), threading.Event()
-    try:
-        log.info("reader listens on %s, advertised as %s", server.address, agent.at)
-        threads.start("reader-leases", poll_leases, agent, controller, clock, stop, drained)
-        run_reader_loop(reader, health, agent, drained)
-    finally:
-        leave(agent, controller)
-        server.stop()
-        threads.join(_CALL_TIMEOUT_S)
-        controller.close()
-        REGISTRY.unregister(collector)
+    with exported(lambda: metrics_of(reader), METRICS):
+        try:
+            log.info("reader listens on %s, advertised as %s", server.address, agent.at)
+            threads.start("reader-leases", poll_leases, agent, controller, clock, stop, drained)
+            run_reader_loop(reader, health, agent, drained)
+        finally:
+            leave(agent, controller)
+            server.stop()
+            threads.join(_CALL_TIMEOUT_S)
+            controller.close()
     threads.check()
 
 
 def metrics_of(reader: SplitReader) -> dict[str, float]:
     """Full metric name → value."""
-    report = reader.report()
-    return {
-        "roostream_reader_pieces_total": report["pieces"],
-        "roostream_reader_requests_total": report["requests"],
-        "roostream_reader_sent_bytes_total": report["sent_bytes"],
-        "roostream_reader_splits_total": report["splits"],
-        "roostream_reader_busy_seconds_total": report["busy_s"],
-        "roostream_reader_held_splits": report["held_splits"],
-        "roostream_reader_held_pieces": report["held_pieces"],
-        "roostream_reader_held_bytes": report["held_bytes"],
-    }
+    return by_name(METRICS, "roostream_reader_", reader.report())
 
 
 def advertised_address(config: ReaderConfig, port: int) -> str:

@@ -18,7 +18,6 @@ from infra.options import demo, load_saved_options, save_options
 from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
 from param_server.publish import Publisher
-from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roostream.cli.checkpoint.move_buckets import move
 from roostream.cli.main import cli
@@ -36,6 +35,7 @@ from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of
 from roostream.schema.registry import register
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ITEM,
     NEVER_STOP,

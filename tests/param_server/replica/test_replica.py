@@ -15,7 +15,6 @@ from param_server.client import Client
 from param_server.initial_rows import initial_rows
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
-from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard, ShardRpcHandler
 from roostream.errors import SchemaError, UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
@@ -23,6 +22,7 @@ from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.schema.ids import bucket_of, unsigned
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

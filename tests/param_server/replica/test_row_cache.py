@@ -17,12 +17,12 @@ from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachedTable, CachePolicy, PartialReplica, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from tests.param_server.memory_rows import InMemoryRows
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

@@ -18,7 +18,7 @@ from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Header
-from roostream.runtime.tls import TlsContext, TlsFiles
+from roostream.runtime.tls import TlsContext, TlsSettings
 from roostream.schema.settings import SettingError
 from tests.certificates import Authority
 
@@ -310,7 +310,7 @@ def test_an_encrypted_key_is_refused_without_a_question_at_the_terminal(
     with pytest.raises(SettingError, match="the key is encrypted"):
         LinkCredentials(link)
     with pytest.raises(SettingError, match="the key is encrypted"):
-        TlsContext(TlsFiles(certificate=certificate, key=key))
+        TlsContext(TlsSettings(tls_certificate=certificate, tls_key=key))
 
 
 def test_files_that_are_no_keys_are_refused_at_the_start(authority: Authority, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from roostream.errors import ConfigError
-from roostream.runtime.tls import TlsContext, TlsFiles
+from roostream.runtime.tls import TlsContext, TlsSettings
 from serving.access.bearer_keys import Keyring, new_key, write_keys
 from serving.access.route_scopes import required_scope
 from serving.client import Client, RetryPolicy, ServingError
@@ -146,7 +146,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(
 ) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("serving")
-    tls = TlsContext(TlsFiles(certificate=certificate, key=key))
+    tls = TlsContext(TlsSettings(tls_certificate=certificate, tls_key=key))
     with run_live_serving(replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
         assert rank_over_tls(live.url, client_context(old)) == [1]
         with pytest.raises(ServingError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -168,7 +168,11 @@ def test_a_changed_authority_of_clients_applies_without_a_restart(
 ) -> None:
     server_ca, old, new = (Authority(tmp_path, name) for name in ("ours", "old", "new"))
     certificate, key = server_ca.issue("serving")
-    tls = TlsContext(TlsFiles(certificate=certificate, key=key, client_ca=str(old.pem), client_required=True))
+    tls = TlsContext(
+        TlsSettings(
+            tls_certificate=certificate, tls_key=key, tls_client_ca=str(old.pem), tls_client_required=True
+        )
+    )
     before, after = (client_context(server_ca, *ca.issue(f"of-{ca.name}")) for ca in (old, new))
     before.minimum_version = before.maximum_version = version
     with run_live_serving(replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
@@ -199,7 +203,12 @@ def test_a_changed_authority_of_clients_applies_without_a_restart(
 def test_client_certificates_are_required_if_configured(tmp_path: Path, required: bool) -> None:
     server_ca, client_ca = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = server_ca.issue("serving")
-    files = TlsFiles(certificate=certificate, key=key, client_ca=str(client_ca.pem), client_required=required)
+    files = TlsSettings(
+        tls_certificate=certificate,
+        tls_key=key,
+        tls_client_ca=str(client_ca.pem),
+        tls_client_required=required,
+    )
     with run_live_serving(
         replace_parts(build_serving(tmp_path, FakeRows(SCHEMA)), tls=TlsContext(files))
     ) as live:
@@ -220,11 +229,11 @@ def test_unusable_key_or_certificate_files_stop_the_start(tmp_path: Path, change
     authority = Authority(tmp_path, "ours")
     certificate, key = authority.issue("serving")
     other = authority.issue("other")[1]
-    files = TlsFiles(
+    files = TlsSettings(
         **{
-            "certificate": certificate,
-            "key": key,
-            **{k: other if v == "swapped" else v for k, v in changes.items()},
+            "tls_certificate": certificate,
+            "tls_key": key,
+            **{f"tls_{k}": other if v == "swapped" else v for k, v in changes.items()},
         }
     )
     with pytest.raises(ConfigError, match="expected"):

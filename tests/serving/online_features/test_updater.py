@@ -36,8 +36,8 @@ from serving.online_features.updater import (
     FeatureUpdater,
     apply,
     event_of,
-    features_body,
     follow,
+    run_until_stopped,
 )
 from tests.serving.online_features.feature_cases import (
     EVENT_PARTITIONS,
@@ -434,7 +434,7 @@ def test_the_program_waits_for_kafka_until_it_is_stopped(tmp_path: Path) -> None
         bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/0", schema=tmp_path / "schema.toml"
     )
     stop = threading.Event()
-    program = threading.Thread(target=features_body, args=(config, stop))
+    program = threading.Thread(target=run_until_stopped, args=(config, stop))
     program.start()
     program.join(0.5)
     assert program.is_alive(), "the program still waits"
@@ -448,7 +448,7 @@ def test_wrong_settings_are_refused_before_the_program_waits(tmp_path: Path) -> 
         bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/x", schema=tmp_path / "schema.toml"
     )
     with pytest.raises(ConfigError, match="no such file"):
-        features_body(config, threading.Event())
+        run_until_stopped(config, threading.Event())
     with pytest.raises(ConfigError, match="expected redis://host:port/0"):
         FeaturesConfig(bootstrap="127.0.0.1:1", redis="127.0.0.1", schema=tmp_path / "schema.toml")
 

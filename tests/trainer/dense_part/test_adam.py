@@ -112,7 +112,7 @@ def test_programs_import_no_more_than_they_need() -> None:
     torch."""
     code = """
 import sys
-import trainer.main, trainer.control.controller_program
+import trainer.control.controller_program
 assert not {"torch", "numba", "pandas"} & sys.modules.keys(), "controller"
 from tests.trainer import samples
 from tests.trainer.loops import build
