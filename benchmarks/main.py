@@ -29,8 +29,9 @@ from roostream.errors import ConfigError, nearest
 from roostream.replay.report_files import check_report, write_atomically
 
 RESULTS = "docs/benchmarks"
-_NOT_BENCHMARKS = {"main", "gpu_report", "plots"}
+_NOT_BENCHMARKS = {"main", "gpu_report", "plots", "walks"}
 _MODULES = {  # benchmarks that share a module
+    **dict.fromkeys(("recovery", "preemption", "goodput", "goodput-5min"), "recovery"),
     **dict.fromkeys(("placement-load", "placement-plan", "placement-profile"), "placement"),
 }
 

@@ -116,10 +116,12 @@ def stage(name: str, candidates: int) -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
+def endpoint(candidates: int, form: str = "json", *, in_executor: bool = False) -> Iterator[Work]:
     """What the server calls for a request, without its socket: admission, ranking, the feature log, the
-    answer's body. `form`: json, protobuf."""
+    answer's body. `form`: json, protobuf. `in_executor`: never score in the event loop, so that every call
+    takes the same path, whatever recent passes took."""
     case = Case(candidates)
+    case.service.row_reads_wait = in_executor
     body = case.body if form == "json" else encode_impression(msgspec.json.decode(case.body), case.schema)
     with http_interface(case.schema, case.service) as app, asgi_requests(app, body, form) as post:
         yield Work(post)

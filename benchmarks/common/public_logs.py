@@ -133,7 +133,15 @@ def _unpacked(data: bytes) -> list[Record]:
 def mind_samples() -> tuple[Schema, list[Record]]:
     """Samples of all of MIND's requests, in time order."""
     encoder = ReplayEncoder(mind_schema())
-    return encoder.schema, joined_samples(encoder, mind_events(), 1 << 30)
+    return encoder.schema, list(_samples(encoder, mind_events(), 1 << 30, None))
+
+
+def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
+    """All requests of EB-NeRD's first `users` users in time order, with histories of up to `history` clicks,
+    and the impressions that serving would have logged."""
+    logged: list[Record] = []
+    schema, samples = ebnerd_samples(users, history, logged)
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0], logged
 
 
 def ebnerd_schema(history: int) -> Schema:
@@ -149,9 +157,10 @@ def mind_schema() -> Schema:
     return load_schema(Path(__file__).parent / "mind.toml")
 
 
-def ebnerd_samples(users: int, history: int) -> tuple[Schema, list[Record]]:
-    """Samples of all requests of EB-NeRD's first `users` users in time order, with histories of up to
-    `history` clicks."""
+def ebnerd_samples(
+    users: int, history: int, logged: list[Record] | None = None
+) -> tuple[Schema, list[Record]]:
+    """The samples of `ebnerd_users`; `logged` receives the logged impressions."""
     schema = ebnerd_schema(history)
     encoder = ReplayEncoder(schema)
     behaviors, clicks = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
@@ -161,32 +170,45 @@ def ebnerd_samples(users: int, history: int) -> tuple[Schema, list[Record]]:
     )[:users]
     raw_ids = {user for _, user in chosen}
     events = (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in raw_ids)
-    return encoder.schema, joined_samples(encoder, events, 1 << 30)
+    return encoder.schema, list(_samples(encoder, events, 1 << 30, logged))
 
 
-def _batch(encoder: ReplayEncoder, events: Iterable[Event]) -> Batch:
+def _batch(
+    encoder: ReplayEncoder,
+    events: Iterable[Event],
+    max_requests: int = _MAX_REQUESTS,
+    logged: list[Record] | None = None,
+) -> Batch:
     schema = encoder.schema
-    decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-    return decoder.decode(joined_samples(encoder, events, _MAX_REQUESTS))[0]
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(
+        list(_samples(encoder, events, max_requests, logged))
+    )[0]
 
 
 def joined_samples(encoder: ReplayEncoder, events: Iterable[Event], max_requests: int) -> list[Record]:
     """Samples of the first `max_requests` requests of `events`, in time order."""
+    return list(_samples(encoder, events, max_requests, None))
+
+
+def _samples(
+    encoder: ReplayEncoder, events: Iterable[Event], max_requests: int, logged: list[Record] | None
+) -> Iterator[Record]:
+    """Samples of the first `max_requests` requests; `logged` receives their logged impressions."""
     samples: dict[str, pb.Sample] = {}
     for event in events:
         if isinstance(event, Request) and len(samples) == max_requests:
             break
         record = encoder.record(event)
         if isinstance(event, Request):
+            if logged is not None:
+                logged.append(record)
             shown = wire.decode(record.value)[1]
             assert isinstance(shown, pb.Impression)
             samples[event.request_id] = _sample(encoder.schema, shown, len(samples) + 1)
         else:
             _fold(encoder.schema, samples[event.request_id], event)
-    return [
-        Record("samples", 0, number, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
-        for number, sample in enumerate(samples.values())
-    ]
+    for number, sample in enumerate(samples.values()):
+        yield Record("samples", 0, number, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
 
 
 def _sample(schema: Schema, shown: pb.Impression, number: int) -> pb.Sample:

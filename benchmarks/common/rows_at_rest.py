@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.common.public_logs import samples_of
+from benchmarks.harness.fixture_cache import cached_bytes
 from roostream.schema.schema import Schema
 from roostream.warehouse import parquet_file
 from roostream.warehouse.parquet_file import FOOTER_KEY, FORMAT
@@ -93,6 +94,12 @@ def written(pieces: Iterator[Batch], schema: Schema, encoding: str = "ours") -> 
             table = parquet_file.to_arrow(columns_of(piece), chosen, names, piece.num_candidates_R)
             writer.write_table(table.replace_schema_metadata(said), row_group_size=len(table))
     return out.getvalue().to_pybytes()
+
+
+def file_of(its: Log, key: tuple[str, int, int], rows: str, order: str) -> bytes:
+    """`written`, in our encodings; `key`: what `log` was asked."""
+    name = "-".join(map(str, (*key, rows, order)))
+    return cached_bytes(name, lambda: written(ordered(its, rows, order), its.schema))
 
 
 def sampled(schema: Schema, share: float) -> frozenset[str]:

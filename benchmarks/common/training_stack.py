@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import select
 import tempfile
 import threading
 import time
@@ -103,7 +105,7 @@ class SampleAccount(NamedTuple):
 
     below: int  # samples below the commit's offsets
     trained: int  # samples that its parameters contain, by the workers' counts
-    unpredicted: int  # samples below the offsets without a prediction
+    unpredicted: int = 0  # samples below the offsets without a prediction; 0 if not counted
 
     @property
     def lost(self) -> int:
@@ -200,11 +202,7 @@ class Trainer:
         auditor.poll(1.0)
         while unpredicted() and time.monotonic() < ends_s:
             auditor.poll(1.0)
-        return SampleAccount(
-            below=sum(manifest.offsets.values()),
-            trained=sum(part.metrics["requests"] for part in manifest.workers.values()),
-            unpredicted=unpredicted(),
-        )
+        return account(manifest)._replace(unpredicted=unpredicted())
 
     def close(self) -> None:
         self.feed.close()
@@ -237,6 +235,13 @@ def touch(client: Client, count: int) -> None:
         client.push(lookup, gradients, step=1, time_ms=int(time.time() * 1000))
 
 
+def account(manifest: Manifest) -> SampleAccount:
+    return SampleAccount(
+        below=sum(manifest.offsets.values()),
+        trained=sum(part.metrics["requests"] for part in manifest.workers.values()),
+    )
+
+
 def until(what: str, check: Callable[[], Any], timeout_s: float, pause_s: float = _LOOK_S) -> Any:
     """The first true value of `check`.
 
@@ -249,6 +254,24 @@ def until(what: str, check: Callable[[], Any], timeout_s: float, pause_s: float 
             return value
         time.sleep(pause_s)
     raise RuntimeError(f"not within {timeout_s:.0f} s: {what}")
+
+
+def ended(child: Child, timeout_s: float) -> tuple[float, int]:
+    """Wait for a child's end: when it was (monotonic seconds), and its exit code.
+
+    Raises:
+        RuntimeError: it still runs.
+    """
+    with contextlib.suppress(ProcessLookupError):  # the supervisor has seen its end already
+        handle = os.pidfd_open(child.pid)
+        try:
+            if not select.select([handle], [], [], timeout_s)[0]:
+                raise RuntimeError(f"{child.program.name} still runs after {timeout_s:.0f} s")
+        finally:
+            os.close(handle)
+    at_s = time.monotonic()
+    until(f"the exit code of {child.program.name}", lambda: child.process.returncode is not None, 5.0, 0.02)
+    return at_s, int(child.process.returncode)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,12 @@ from benchmarks.harness import machine
 from benchmarks.harness.benchmark import Subject
 from benchmarks.harness.subject_process import ROOT, PeerUnavailable, SubjectError, interpreter_for
 from benchmarks.harness.subject_runner import Slice, SubjectRunner
+from benchmarks.logs import KEYS
 from benchmarks.main import benchmarks_by_name, find_benchmark, with_before
 from benchmarks.recd import STEPS
 from benchmarks.roo_vs_expanded import ARCHITECTURES, FORMS
 from benchmarks.warehouse_bytes import WAYS as WAYS_AT_REST
+from benchmarks.warehouse_read import planned
 from roostream.errors import ConfigError
 
 SMALL_CASES: dict[str, list[tuple[str, list[Any]]]] = {
@@ -139,12 +141,23 @@ SMALL_CASES: dict[str, list[tuple[str, list[Any]]]] = {
 }
 CASES_ON_PUBLIC_LOGS: dict[str, list[tuple[str, list[Any]]]] = {
     "recd": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
+    "logs": [("compressed", [key, 3, 9, 4]) for key in KEYS],
     "deferral": [("in_time_order", [{}, 0, 9])],
     "warehouse_bytes": [
         *(("written", ["EB-NeRD", 9, *how, 3]) for _, how in WAYS_AT_REST),
         ("on_the_wire", ["EB-NeRD", 9, 3]),
     ],
     "session_replay": [("read_again", [slower, share, 3, 9]) for slower, share in ((0.0, 0.3), (0.03, 0.1))],
+    "warehouse_read": [
+        *(
+            ("read", ["EB-NeRD", 9, rows, "user", share, 3])
+            for rows in ("requests", "impressions")
+            for share in (1.0, 0.3, 0.1)
+        ),
+        ("decoded", ["EB-NeRD", 9, 3]),
+        *(("flattened", [how, 20, 50]) for how in ("columns", "map")),
+        *(("planned", [order, 0.08, 1.5]) for order in ("hash", "hit rate", "ours")),
+    ],
 }
 CASES_ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "commit": [("commits", [1000, 1, True]), ("commits", [1000, 1, False]), ("synced", [1000])],
@@ -155,10 +168,16 @@ CASES_ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
         ("imports", [2000]),
     ],
     "freshness/engaged": [("engaged", [1000, 4000])],
+    "recovery/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "train_warehouse": [("from_kafka", [2000])],
     "train_warehouse/read": [("read_from_kafka", [2000])],
     "serving_live": [("under_load", [kind, "json", 2, 0.0]) for kind in ("live", "fastapi")],
     "handover": [("handed_over", [400]), ("restarted", [400]), ("committed", [400])],
+    "recovery/preempted": [
+        ("preempted", [5.0, 1, 2000]),
+        ("preempted", [30.0, 1, 2000]),
+        ("committed", [1, 2000]),
+    ],
 }
 STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
@@ -217,6 +236,18 @@ def test_subjects_on_a_running_stack_lose_nothing(name: str) -> None:
         figures = turn.figures
         assert turn.units > 0
         assert figures.get("lost", 0) == figures.get("trained twice", 0) == 0, figures
+        assert figures.get("committed %", 100) == figures.get("exit code 0 %", 100) == 100, figures
+
+
+def test_feature_order_by_popularity_needs_fewer_reads() -> None:
+    """The factor 2.4 of docs/decisions/0060, for a log in which a few features get most of the reads."""
+    found = {}
+    for order in ("ours", "hit rate", "hash"):
+        with planned(order, 0.08, 1.5) as work:
+            figures = work.figures()
+        assert figures["bytes read of those needed"] <= 1.08
+        found[order] = figures["reads a row group"]
+    assert found["hash"] / found["ours"] >= 2.4 and found["hit rate"] / found["ours"] >= 1.1
 
 
 def subjects() -> list[Subject]:
