@@ -37,7 +37,6 @@ from joiner.state import Impression, SerializedState
 from param_server.client import Client
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
-from param_server.rows_topic import InMemoryRows
 from param_server.server import ShardRpcHandler
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.rpc.transport import InMemoryTransport
@@ -45,6 +44,7 @@ from roostream.wire import records as wire
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
+from tests.param_server.memory_rows import InMemoryRows
 
 CANDIDATES = 20
 PACKAGES = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
