@@ -23,6 +23,9 @@ from tests.k8s.manifests import find_object, of_kind, workloads
 from tests.k8s.simulated_nodes import is_ready
 
 NAMESPACE = "roostream"
+FLINK_OPERATOR = os.environ.get("FLINK_OPERATOR", "")
+"""The folder with the sources of Flink's operator, in which `mvn package` has run; "" = Flink's client
+deploys the joiner."""
 Objects = tuple[dict[str, Any], ...]
 
 
@@ -140,9 +143,58 @@ class Deployment:
             )
         assert self.node.apply(tuple(volumes)).returncode == 0
 
+    def _start_flink_operator(self, sources: Path) -> None:
+        """Start Flink's operator, unless it runs. It may do everything in the cluster, in the place of the
+        roles of its chart."""
+        chart = sources / "helm" / "flink-kubernetes-operator"
+        operator = sources / "flink-kubernetes-operator" / "target"
+        standalone = sources / "flink-kubernetes-standalone" / "target"
+        jars = [*standalone.glob("*[0-9].jar"), *operator.glob("*-shaded.jar"), operator / "log4j" / "*"]
+        container = {
+            "name": "operator",
+            "image": "registry.example.org/roostream-flink:0.1.0",
+            "command": [
+                "java",
+                "-cp",
+                ":".join(map(str, jars)),
+                f"-Dlog4j.configurationFile={chart}/conf/log4j-operator.properties",
+                "org.apache.flink.kubernetes.operator.FlinkOperator",
+            ],
+            "env": [
+                {"name": "FLINK_CONF_DIR", "value": f"{chart}/conf"},
+                {"name": "OPERATOR_NAMESPACE", "value": "default"},
+                {"name": "OPERATOR_NAME", "value": "flink-operator"},
+            ],
+            "volumeMounts": [{"name": "sources", "mountPath": str(sources), "readOnly": True}],
+        }
+        volume = {"name": "sources", "hostPath": {"path": str(sources)}}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "flink-operator", "namespace": "default"},
+            "spec": {"containers": [container], "volumes": [volume]},
+        }
+        rights = {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRoleBinding",
+            "metadata": {"name": "flink-operator"},
+            "subjects": [{"kind": "ServiceAccount", "name": "default", "namespace": "default"}],
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io",
+                "kind": "ClusterRole",
+                "name": "cluster-admin",
+            },
+        }
+        definitions = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in chart.glob("crds/*.yml"))
+        applied = self.node.apply((*definitions, rights, pod))
+        assert applied.returncode == 0, applied.stderr
+
     def deploy_flink(self, spec: dict[str, Any]) -> None:
-        """Deploy the joiner in Flink's native application mode, as Flink's operator does: from the pod
-        templates and the configuration of the FlinkDeployment. A job of the same deployment continues."""
+        """Have Flink's operator deploy the joiner. Without its sources, deploy it in Flink's native
+        application mode, as the operator does, from the pod templates and the configuration of the
+        FlinkDeployment. A job of the same deployment continues."""
+        if FLINK_OPERATOR:
+            return self._start_flink_operator(Path(FLINK_OPERATOR))
         settings = {
             k: v for k, v in spec["flinkConfiguration"].items() if not k.startswith("kubernetes.operator")
         }

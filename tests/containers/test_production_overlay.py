@@ -26,6 +26,7 @@ import yaml
 from serving.client.client import ServingClient
 from serving.client.retry import ServingError
 from tests.containers.deployment import (
+    FLINK_OPERATOR,
     NAMESPACE,
     Deployment,
     Objects,
@@ -393,13 +394,14 @@ def _lose_a_volume(production: Production) -> None:
 
 
 def _add_a_feature(production: Production) -> None:
-    """Flink's client continues from the newest checkpoint, as its operator does after a change."""
+    """Flink's operator continues from the newest checkpoint after a change, and so does its client."""
     with (production.overlay / "schema.toml").open("a", encoding="utf-8") as file:
         file.write(ANOTHER_FEATURE)
     objects = production.objects()
     production.apply(objects)
-    production.node.kubectl("delete", "deployment", "-n", NAMESPACE, "roostream-joiner")
-    production.deploy_flink(joiner_of(objects))
+    if not FLINK_OPERATOR:
+        production.node.kubectl("delete", "deployment", "-n", NAMESPACE, "roostream-joiner")
+        production.deploy_flink(joiner_of(objects))
     for kind, name in (("statefulset", "shard"), ("statefulset", "worker"), ("deployment", "serving")):
         status = ("rollout", "status", "-n", NAMESPACE, f"{kind}/roostream-{name}", "--timeout=900s")
         production.node.kubectl(*status)
