@@ -15,7 +15,6 @@ from joiner import flink_job
 from roostream.runtime.flink_rest import JOB_NAME
 
 SCHEMA = ROOT / "examples" / "shop" / "shop.toml"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 BUILD = """
 from joiner.config import JoinerConfig
@@ -24,6 +23,7 @@ build(JoinerConfig(window_ms=1_000))
 """
 
 
+@pytest.mark.slow
 def test_unaligned_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "execution.checkpointing.unaligned.enabled: true\n", encoding="utf-8"
