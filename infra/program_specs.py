@@ -85,6 +85,7 @@ class ProgramSpec:
         return _import(self.config)
 
     def entry_point(self) -> Callable[[Any, Stop], None]:
+        """Import the function that runs the program with its settings until the `Stop` is set."""
         return _import(self.run)
 
     def run_until_signal(self, config: Any) -> int:

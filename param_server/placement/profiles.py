@@ -85,8 +85,9 @@ class TableProfile:
         return requests * self.examples / self.requests if self.requests else requests
 
     def uniques_of(self, examples: float) -> float:
-        """Expected unique rows in a batch of this many examples: uniques ~ ids^a (Heaps' law), with a from
-        the first halves of batches and whole batches. Exact at the size that was counted."""
+        """The expected number of different rows in a batch of this many examples, by Heaps' law: it grows as
+        ids^a, with `a` from counts of half and of whole batches. Exact at the counted size; 0.0 if nothing
+        was counted."""
         if not self.batches or not self.uniques:
             return 0.0
         ids, uniques, power = self.ids / self.batches, self.uniques / self.batches, 1.0

@@ -78,8 +78,8 @@ class TypeComponents:
         parameters: Sequence[dict[str, Any]] = (),
         without: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Arguments of a route decorator. `body` and `answer` are by media type, see `json`; `without` are
-        status codes that cannot occur."""
+        """Arguments of a route decorator. `body` and `answer` map media types to content, as `json` returns;
+        `without` are status codes that cannot occur."""
         errors = self._errors(*(status for status in _ERRORS if status not in without))
         return {
             "operation_id": operation,
@@ -101,8 +101,8 @@ class TypeComponents:
         unavailable: Sequence[Any] = (Error,),
         refusals: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Arguments of the decorator of a route for operators. `answer` is by media type; `unavailable` are
-        the types of an answer 503; `refusals` are the status codes for a missing key."""
+        """Arguments of the decorator of a route for operators. `answer` maps media types to their content;
+        `unavailable` are the types of an answer 503; `refusals` are the status codes for a missing key."""
         errors = self._errors(*refusals, 431, 500, 503)
         errors[503]["content"] = self.json(*unavailable)
         return {

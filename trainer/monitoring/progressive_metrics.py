@@ -205,7 +205,7 @@ class Metrics:
         }
 
     def state(self) -> dict[str, np.ndarray]:
-        """Arrays for `load`, with stable names."""
+        """The counts as arrays, which `load` reads. The names must not change: commits contain them."""
         out = {"requests": np.array([self.num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
         for name, task in self.tasks.items():
             out |= {f"{name}.{key}": value for key, value in task.state().items()}

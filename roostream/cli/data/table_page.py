@@ -51,7 +51,7 @@ def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
         SetupError: matplotlib is not installed, or the folder cannot be created.
         ConfigError: a file cannot be written.
     """
-    with needs_extra("the page", "replay", SetupError):
+    with needs_extra("the page of a table", "replay", SetupError):
         from roostream.cli.replay.report_figures import figures_of_table
     try:
         folder.mkdir(parents=True, exist_ok=True)

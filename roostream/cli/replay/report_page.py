@@ -30,7 +30,7 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
         SetupError: matplotlib is not installed.
         ConfigError: the file cannot be written; an existing file is unchanged.
     """
-    with needs_extra("the page (not --report FILE.json)", "replay", SetupError):
+    with needs_extra("a report as a page (--report FILE.json makes none)", "replay", SetupError):
         from roostream.cli.replay.report_figures import figures_of
     write_atomically(path, page_of(title, report, figures_of(report)))
 
