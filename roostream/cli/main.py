@@ -271,8 +271,7 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
 
 
 @cli.command()
-@click.option("--kernels", is_flag=True, help="compile the kernels only, where the join does not run")
-def prepare(kernels: bool) -> None:
+def prepare() -> None:
     """Prepare a machine once: download the jars, build the Flink operator, compile the kernels. `make setup`
     includes this.
 
@@ -280,7 +279,7 @@ def prepare(kernels: bool) -> None:
     Example:
       roostream prepare
     """
-    sys.exit(importlib.import_module("infra.prepare").main("kernels" if kernels else ""))
+    sys.exit(importlib.import_module("infra.prepare").main())
 
 
 @cli.command()

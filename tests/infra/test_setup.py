@@ -120,6 +120,42 @@ def test_only_a_missing_extra_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_pa
             precompile.main((group,))
 
 
+KERNEL = """
+import numba, numpy as np
+
+@numba.njit(cache=True)
+def scaled(x):
+    return x * 2.0 + 1.0
+
+@numba.njit(cache=True)
+def total(x):
+    a, b, c, d = 0.0, 1.0, 2.0, 3.0
+    for value in scaled(x):
+        a, b, c, d = b + value, c, d, a
+    return a + b + c + d
+
+def precompile():
+    total(np.ones(3))
+"""
+
+
+def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
+    """Images are built so. Numba itself writes addresses of its process into the file of each kernel."""
+    (tmp_path / "some_kernels.py").write_text(KERNEL)
+    code = (
+        "import sys; from infra import precompile as p; p.GROUPS = {'wire': ('some_kernels',)};"
+        "p.keep_addresses_out_of_kernels(); sys.exit(p.main(()))"
+    )
+    found = []
+    for name in ("first", "second"):
+        path = os.pathsep.join((str(tmp_path), str(ROOT)))
+        environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "NUMBA_CACHE_DIR": str(tmp_path / name)}
+        subprocess.run((sys.executable, "-c", code), env=os.environ | environment, check=True)
+        found.append({f.name: f.read_bytes() for f in (tmp_path / name).rglob("*.nb[ic]")})
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
 def test_a_program_that_does_not_exist_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     precompile.import_programs()
     monkeypatch.setattr(precompile, "PROGRAMS", ("joiner.missing",))
