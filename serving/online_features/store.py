@@ -177,6 +177,7 @@ class FeatureStore:
             ConfigError: the states belong to another Kafka cluster. Nothing was changed.
         """
         with redis_errors(self.url):
+            self._warn_if_states_are_evicted()
             found = self.connection.hgetall(self._at)
             stored = found.get(b"cluster", b"").decode("utf-8", "replace")
             is_other = stored != cluster
@@ -205,6 +206,21 @@ class FeatureStore:
         fields = {p: _field(p).encode() for p in self.partitions}
         self._epochs = {p: found.get(b"epoch:" + field, b"") for p, field in fields.items()}
         return {p: int(found[field]) for p, field in fields.items() if field in found}
+
+    def _warn_if_states_are_evicted(self) -> None:
+        """An evicted state begins anew without an error, so features are wrong."""
+        try:
+            memory = self.connection.info("memory")
+        except redis.ResponseError:  # not permitted: the access rules of older versions lack +info
+            return
+        policy = memory.get("maxmemory_policy", "noeviction")
+        if memory.get("maxmemory") and policy != "noeviction":
+            log.warning(
+                "Redis at %s has maxmemory-policy %s, which silently deletes online features when memory is "
+                "full; set maxmemory-policy noeviction",
+                self.url,
+                policy,
+            )
 
     def leader_epochs(self, at: Progress) -> dict[Partition, int]:
         """The leader epochs that were stored with these offsets; see `RecordConsumer.leader_epochs`."""

@@ -46,19 +46,19 @@ def find_redis() -> str | None:
 class RedisServer:
     """A Redis server that can be stopped and started again on the same port. It always starts empty."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._folder = folder
+        self._folder, self._options = folder, options
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         binary = find_redis()
         assert binary is not None
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
-        self._process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen([binary, *options, *self._options], stdout=subprocess.DEVNULL)
         for _ in range(200):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()

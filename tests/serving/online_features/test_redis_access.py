@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from roostream.errors import UnavailableError
 from roostream.runtime import redis_client
+from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
 from serving.online_features.config import FeaturesConfig
 from serving.online_features.hydration import Hydrator
@@ -70,13 +71,16 @@ def url(tmp_path: Path, address: str, user: str, ca: str = "", password: str = "
 
 
 def update(address: str) -> None:
-    store = FeatureStore(redis_client.client(address, timeout_s=2.0), address, "x.")
-    events = [impression(5, [7, 8], T0), engagement(5, 8, T0 + 1000)]
-    updater = FeatureUpdater(
-        Schema(), store, MemoryEvents(records_of(events)), "c", FeatureMetrics(CollectorRegistry())
-    )
+    updater = updater_of(address)
     updater.open()
     updater.step(0)
+
+
+def updater_of(address: str) -> FeatureUpdater:
+    store = FeatureStore(redis_client.client(address, timeout_s=2.0), address, "x.")
+    events = [impression(5, [7, 8], T0), engagement(5, 8, T0 + 1000)]
+    metrics = FeatureMetrics(CollectorRegistry())
+    return FeatureUpdater(Schema(), store, MemoryEvents(records_of(events)), "c", metrics)
 
 
 def test_serving_has_read_only_access_to_redis(redis: RedisServer, tmp_path: Path) -> None:
@@ -104,12 +108,15 @@ def test_a_wrong_redis_password_fails_without_printing_it(redis: RedisServer, tm
         assert "hunter2" not in str(refused.value)
 
 
-class TlsProxy:
-    """A TLS proxy in front of a server that has no TLS built in. Call `close` at the end."""
+class Proxy:
+    """A proxy in front of the server at `port`, which may be changed for later connections. With a
+    `certificate` it adds TLS, which the server does not have. Call `close` at the end."""
 
-    def __init__(self, certificate: tuple[str, str], port: int) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*certificate)
+    def __init__(self, port: int, certificate: tuple[str, str] | None = None) -> None:
+        context = None
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
         self.port, self._opened = port, contextlib.ExitStack()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._context = context
@@ -130,7 +137,7 @@ class TlsProxy:
 
     def _carry(self, plain: socket.socket) -> None:
         with contextlib.suppress(OSError), contextlib.closing(plain):
-            client = self._context.wrap_socket(plain, server_side=True)
+            client = self._context.wrap_socket(plain, server_side=True) if self._context else plain
             server = socket.create_connection(("127.0.0.1", self.port))
             self._opened.callback(client.close)
             self._opened.callback(server.close)
@@ -154,7 +161,7 @@ def test_no_command_is_refused_that_a_connection_sends(redis: RedisServer, tmp_p
 def test_redis_over_tls_must_present_a_certificate_for_its_host(redis: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     trusted, other = Authority(tmp_path, "ours"), Authority(tmp_path / "theirs", "theirs")
-    proxy = TlsProxy(trusted.issue("redis"), redis.port)
+    proxy = Proxy(redis.port, trusted.issue("redis"))
     port = proxy.address.partition(":")[2]
     try:
         update(url(tmp_path, f"rediss://{proxy.address}/0", "updater", str(trusted.pem)))
@@ -166,3 +173,41 @@ def test_redis_over_tls_must_present_a_certificate_for_its_host(redis: RedisServ
                 update(url(tmp_path, f"rediss://{address}/0", "updater", str(ca.pem)))
     finally:
         proxy.close()
+
+
+def test_an_updater_leaves_a_server_that_became_a_replica(tmp_path: Path) -> None:
+    """After a failover the address leads to the new primary, but the old connection still leads to a server
+    that refuses writes."""
+    old, new = RedisServer(tmp_path), RedisServer(tmp_path)
+    with contextlib.ExitStack() as opened:
+        for server in (old, new):
+            opened.callback(server.stop)
+            server.start()
+        proxy = Proxy(old.port)
+        opened.callback(proxy.close)
+        address = f"redis://{proxy.address}/0"
+        updater = updater_of(address)
+        updater.open()
+        redis_client.client(old.url, timeout_s=5.0).replicaof("127.0.0.1", new.port)
+        proxy.port = new.port
+        with contextlib.suppress(UnavailableError):
+            updater.step(0)
+        updater.open()
+        assert updater.step(0) == 2
+        assert redis_client.client(new.url, timeout_s=5.0).hget("x.features:at", "cluster") == b"c"
+
+
+def test_a_redis_cluster_is_named_as_such(tmp_path: Path) -> None:
+    while (server := RedisServer(tmp_path, "--cluster-enabled", "yes")).port + 10_000 > 65_535:
+        pass  # nodes of a cluster also listen at this port
+    server.start()
+    try:
+        root = redis_client.client(server.url, timeout_s=5.0)
+        hydrator = Hydrator(server.url, "x.", Schema(), clock=FakeClock(), timeout_s=5.0)
+        with pytest.raises(UnavailableError, match="not in cluster mode"):
+            hydrator.read(5, [7, 8], T0)
+        root.execute_command("CLUSTER", "ADDSLOTS", *range(16_384))
+        with pytest.raises(UnavailableError, match="not in cluster mode"):
+            update(server.url)
+    finally:
+        server.stop()

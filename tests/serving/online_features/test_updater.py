@@ -245,6 +245,36 @@ def test_a_redis_without_memory_keeps_no_pieces_and_the_updater_continues_when_i
     assert_equal(updater.store, records)
 
 
+def test_a_small_commit_without_memory_says_what_to_do(redis: RedisServer) -> None:
+    observer, updater = Redis.from_url(redis.url), open_updater(redis, MemoryEvents(records_of(events(9))))
+    observer.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(UnavailableError, match="raise its maxmemory"):
+            updater.step(0)
+    finally:
+        observer.config_set("maxmemory", 0)
+    updater.open()
+    assert drain(updater) > 0
+
+
+def test_a_redis_that_deletes_states_when_it_is_full_is_reported(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    observer, updater = Redis.from_url(redis.url), open_updater(redis, MemoryEvents([]))
+    try:
+        for max_bytes, policy in ((0, "volatile-lru"), (10**9, "noeviction")):
+            observer.config_set("maxmemory-policy", policy)
+            observer.config_set("maxmemory", max_bytes)
+            updater.open()
+        assert "noeviction" not in caplog.text
+        observer.config_set("maxmemory-policy", "volatile-lru")
+        updater.open()
+        assert "maxmemory-policy noeviction" in caplog.text
+    finally:
+        observer.config_set("maxmemory-policy", "noeviction")
+        observer.config_set("maxmemory", 0)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_at_any_command_of_a_commit_neither_loses_nor_doubles_events(
     redis: RedisServer, when: str
