@@ -140,6 +140,7 @@ def test_a_reader_that_may_not_skip_gets_an_error(code: int) -> None:
     [
         (clients.TRANSPORT, "start it or check the address"),
         (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topics first"),
+        (clients.UNKNOWN_PARTITION, "permission"),  # what a client without any permission gets
     ],
 )
 def test_a_failed_seek_is_reported_and_changes_nothing(error_code: int, advice: str) -> None:
@@ -149,6 +150,13 @@ def test_a_failed_seek_is_reported_and_changes_nothing(error_code: int, advice: 
     with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples: .*{advice}"):
         reader.seek({P0: 1})
     assert consumer.assigned == {}
+
+
+def test_a_reader_whose_permission_was_taken_away_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    refusal = KafkaError.TOPIC_AUTHORIZATION_FAILED
+    assert reader_of(FakeConsumer([FakeMessage(AT1, 0, error=refusal)])).poll(9, 0) == []
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "t.samples-1" in message and "permission" in message
 
 
 class FailingConsumer(FakeConsumer):

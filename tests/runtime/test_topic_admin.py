@@ -134,12 +134,14 @@ def test_an_existing_topic_that_differs_is_reported_in_one_sentence() -> None:
     fake_admin = FakeAdmin()
     admin(fake_admin).create()
     del fake_admin.topics["p.rows"]
+    fake_admin.topics["p.corrections"].config["cleanup.policy"] = "compact"
     with pytest.raises(ConfigError) as caught:
         admin(fake_admin, partitions=16, retention_ms=10**12).check()
     message = str(caught.value)
     assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in message and "\n" not in message
     assert f"topic p.{SAMPLES}: expected retention.ms = 1000000000000, got 86400000" in message
     assert "topic p.rows: expected to exist, got none" in message
+    assert "topic p.corrections: expected cleanup.policy = delete, got compact" in message
     assert "p.dead_letters: expected 1" not in message and "use the settings" in message
 
 

@@ -195,6 +195,7 @@ class KafkaConsumer:
         self._arrived_s = dict.fromkeys(options.partitions, 0.0)  # its last record or end, or its last start
         self._ends_before: Progress = {}  # of silent partitions, as of the last check
         self._stalled_s, self._next_check_s = _STALLED_S, 0.0
+        self._log_rate_limit = LogRateLimit()
         self.set_limits({})
 
     @classmethod
@@ -312,7 +313,8 @@ class KafkaConsumer:
             if code not in _UNREADABLE:
                 self._renew_client()
             remedy = (
-                "create the topics first, or check the prefix"
+                "create the topics first, check the prefix, or give this program's user permission to read "
+                "them"
                 if code in _UNREADABLE
                 else "start it or check the address"
             )
@@ -362,6 +364,10 @@ class KafkaConsumer:
                 self._gone.add(p := self._partition(message))
                 if found := _TRUNCATED_AT.search(error.str()):
                     self._truncated[p] = int(found[1])
+            elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                text = "%s: %s: %s; give this program's user permission to read the topic"
+                name = self._name(self._partition(message))
+                self._log_rate_limit.warning(log, name, text, self.what, name, error.str())
             else:
                 log.debug("%s: %s", self.options.topic_names(), error)
         if self._gone and not self.options.skip_lost_records:
@@ -462,8 +468,8 @@ class KafkaConsumer:
             reason = f"retention deleted {oldest - wanted} records before they were read; raise the retention"
         else:
             reason = (
-                f"Kafka lost {wanted - resumed} offsets that had been read (a broker stopped uncleanly); "
-                "new records reuse them"
+                f"Kafka lost {wanted - resumed} offsets that had been read (a broker stopped uncleanly, "
+                "or the topic was created again); new records reuse them"
             )
         log.error(
             "%s: offset %d is gone, the partition has %d to %d: %s; continuing at %d",

@@ -80,6 +80,7 @@ def configs(topic: str, settings: TopicSettings) -> dict[str, str]:
     retention_ms = -1 if old else _HOUR_MS if topic == ROWS else settings.retention_ms
     forever = str(2**63 - 1)
     return {
+        "cleanup.policy": "delete",  # compaction would delete all but the newest record of a key
         "retention.ms": str(retention_ms),
         "retention.bytes": "-1" if old else str(settings.retention_bytes),
         "max.message.bytes": str(settings.max_message_bytes),
