@@ -335,7 +335,9 @@ class ObjectStore:
         with _s3_errors(f"{self.url}/{name} can't be written"):
             try:
                 obstore.put(self._client, check_name(name), data, mode="create", use_multipart=False)
-            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError) as error:
+                if s3_reason(error).startswith("ConditionalRequestConflict"):
+                    raise  # another request for the name is under way; the name may be free after it
                 return False
         return True
 

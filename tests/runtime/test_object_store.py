@@ -178,6 +178,17 @@ def test_a_create_with_an_unknown_outcome_is_reported_and_not_retried(
     assert "secret-of-mine" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_create_that_meets_a_conflict_does_not_say_that_the_name_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = b"<Error><Code>ConditionalRequestConflict</Code><Message>Try again.</Message></Error>"
+    with (
+        always_answering(monkeypatch, 409, body),
+        pytest.raises(UnavailableError, match="ConditionalRequestConflict: Try again"),
+    ):
+        open_store("s3://bucket").create("manifests/1", b"x")
+
+
 def test_an_unavailable_store_differs_from_a_missing_object(monkeypatch: pytest.MonkeyPatch) -> None:
     with always_answering(monkeypatch, 500), pytest.raises(UnavailableError, match="can't be read"):
         open_store("s3://bucket").get("manifests/1")
