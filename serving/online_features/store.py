@@ -1,6 +1,7 @@
 """Online features in Redis: keys, values, and the script that writes them.
 
     <prefix>features:at             hash: topic:partition → next offset, `cluster` → Kafka's cluster id,
+                                    `topics` → ids of the event topics,
                                     `epoch:topic:partition` → next offset and the leader epoch of the record
                                     before it, and `commits:<n>` → number of commits of updater n
     <prefix>features:updaters       the highest number of updaters that there ever were
@@ -167,22 +168,30 @@ class FeatureStore:
         self._apply: Any = connection.register_script(_APPLY)
         self._finish: Any = connection.register_script(_FINISH)
 
-    def offsets(self, cluster: str) -> Progress:
+    def offsets(self, cluster: str, topic_ids: str = "") -> Progress:
         """Next offsets of the owned partitions. Commits that were interrupted are completed first, also of
         other updaters. States from another Kafka cluster are useless, because its offsets do not apply:
-        updater 0 deletes them if `replace_other_cluster`.
+        updater 0 deletes them if `replace_other_cluster`. The same holds for topics that were created again,
+        which have other `topic_ids`; "" = not known.
 
         Raises:
             UnavailableError: Redis is away, or updater 0 has not begun with this cluster yet; call again.
-            ConfigError: the states belong to another Kafka cluster. Nothing was changed.
+            ConfigError: the states belong to another Kafka cluster or other topics. Nothing was changed.
         """
         with redis_errors(self.url):
             self._warn_if_states_are_evicted()
             found = self.connection.hgetall(self._at)
             stored = found.get(b"cluster", b"").decode("utf-8", "replace")
-            is_other = stored != cluster
+            stored_ids = found.get(b"topics", b"").decode()
+            is_other = stored != cluster or bool(topic_ids and stored_ids and topic_ids != stored_ids)
             is_in_use = bool(stored) and not stored.startswith(_DELETED)
             if is_other and is_in_use and not self.index and not self.replace_other_cluster:
+                if stored == cluster:
+                    raise ConfigError(
+                        "expected the event topics from whose events the online features in Redis at "
+                        f"{self.url} were counted, got topics that were created again; delete the features "
+                        "by the setting replace_other_cluster = true"
+                    )
                 raise ConfigError(
                     f"expected Kafka cluster {stored}, from whose events the online features in Redis at "
                     f"{self.url} were counted, got cluster {cluster}; correct `bootstrap` or `redis`, set "
@@ -200,8 +209,10 @@ class FeatureStore:
                 is_other = True
             if is_other:
                 if not self._start_anew(cluster):
-                    return self.offsets(cluster)
-                found = {}
+                    return self.offsets(cluster, topic_ids)
+                found, stored_ids = {}, ""
+            if topic_ids and not stored_ids:
+                self.connection.hset(self._at, "topics", topic_ids)
         self._num_commits = found.get(self._commits.encode(), b"").decode()
         fields = {p: _field(p).encode() for p in self.partitions}
         self._epochs = {p: found.get(b"epoch:" + field, b"") for p, field in fields.items()}

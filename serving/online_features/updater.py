@@ -151,16 +151,18 @@ class FeatureUpdater:
         source: RecordConsumer,
         cluster: str,
         metrics: FeatureMetrics,
+        topic_ids: str = "",
     ) -> None:
+        """`cluster`, `topic_ids`: see `FeatureStore.offsets`."""
         self.schema, self.store, self.source = schema, store, source
-        self.cluster, self.metrics = cluster, metrics
+        self.cluster, self.metrics, self.topic_ids = cluster, metrics, topic_ids
         self._reader = FieldReader(schema)
         self._offsets: Progress = {}
 
     def open(self) -> None:
         """Continue from the offsets in Redis. Raises UnavailableError while Redis or Kafka is away; call
         again."""
-        self._offsets = self.store.offsets(self.cluster)
+        self._offsets = self.store.offsets(self.cluster, self.topic_ids)
         self.source.seek(self._offsets, self.store.leader_epochs(self._offsets))
         self.metrics.restarts.inc()
 
@@ -263,10 +265,9 @@ def run_until_stopped(config: FeaturesConfig, stop: threading.Event) -> None:
     source = KafkaConsumer.open(config.broker, f"{config.prefix}features", options)
     try:
         cluster = clients.wait_for_broker(config.broker, stop)
-        clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
-        updater = FeatureUpdater(
-            schema, store, source, cluster, FeatureMetrics(num_updaters=config.num_updaters)
-        )
+        ids = clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
+        metrics = FeatureMetrics(num_updaters=config.num_updaters)
+        updater = FeatureUpdater(schema, store, source, cluster, metrics, " ".join(sorted(ids.values())))
         backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
         follow(updater, stop, backoff, health)
     except UnavailableError:

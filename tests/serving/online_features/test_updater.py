@@ -257,6 +257,31 @@ def test_a_small_commit_without_memory_says_what_to_do(redis: RedisServer) -> No
     assert drain(updater) > 0
 
 
+def test_features_of_topics_that_were_created_again_are_replaced_only_if_that_is_wanted(
+    redis: RedisServer,
+) -> None:
+    before, after = (
+        [impression(user, [7], T0 + n) for n in range(count)] for user, count in ((5, 40), (6, 60))
+    )
+
+    def updater_of(events: list[tuple[str, int, bytes]], ids: str, replace: bool = False) -> FeatureUpdater:
+        connection = redis_client.client(redis.url, timeout_s=5.0)
+        store = FeatureStore(connection, redis.url, "again.", replace_other_cluster=replace)
+        metrics, source = FeatureMetrics(CollectorRegistry()), MemoryEvents(records_of(events))
+        return FeatureUpdater(Schema(), store, source, "c1", metrics, ids)
+
+    for ids in ("", "a b", "a b"):  # an updater of an older version stored no ids
+        updater = updater_of(before, ids)
+        updater.open()
+        drain(updater)
+    with pytest.raises(ConfigError, match="created again"):
+        updater_of(after, "c d").open()
+    updater = updater_of(after, "c d", replace=True)
+    updater.open()
+    assert drain(updater) == len(after)
+    updater_of(after, "c d").open()
+
+
 def test_a_redis_that_deletes_states_when_it_is_full_is_reported(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
