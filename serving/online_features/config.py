@@ -20,7 +20,7 @@ class FeaturesConfig(RedisSettings, Deployment):
         1, "updaters of this deployment; partition p belongs to number p mod num_updaters", ge=1, le=64
     )
     replace_other_cluster: bool = setting(
-        False, "delete online features that were counted from another Kafka cluster, and begin anew"
+        False, "delete online features of another Kafka cluster or deleted event topics, and begin anew"
     )
 
     def __post_init__(self) -> None:
