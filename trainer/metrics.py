@@ -134,6 +134,9 @@ CONTROLLER = {
     "roostream_controller_seq": MetricSpec("number of the last commit"),
     "roostream_controller_state": MetricSpec("1 for the coordinator's state", ("state",)),
     "roostream_controller_committed_timestamp_seconds": MetricSpec("time of the last commit"),
+    "roostream_controller_uncommitted_timestamp_seconds": MetricSpec(
+        "since when trained samples wait for a commit; absent while none do"
+    ),
     "roostream_controller_commit_seconds": MetricSpec("duration of the last commit"),
     "roostream_controller_commit_phase_seconds": MetricSpec("duration of its phases", ("phase",)),
     "roostream_controller_paused_seconds": MetricSpec("pause of training by the last commit"),

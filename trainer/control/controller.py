@@ -122,7 +122,8 @@ class Controller:
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → latency measured by other programs
         self.topic_problems: Callable[[], Mapping[str, str]] = dict  # topic → what is wrong with it
         self.device_time = DeviceTime(clock.monotonic_s())
-        self._eta, self._wall = BackfillEta(), MonotonicToWallTime(clock)
+        self._eta, self._committed = BackfillEta(), MonotonicToWallTime(clock)
+        self._uncommitted = MonotonicToWallTime(clock)
         self._changed = threading.Condition()
         self._effects: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
@@ -258,7 +259,8 @@ class Controller:
         readers = self.readers() if self.readers else None  # outside the lock, because it calls `session_now`
         with self._changed:
             coordinator, now_s = self.coordinator, self.clock.monotonic_s()
-            device_s = self.device_time.by_name()
+            device_s, at_s = self.device_time.by_name(), coordinator.uncommitted_at_s
+            committed_ms, commit_age_ms = self._last_commit(now_s)
             return {
                 "readers": readers,
                 "freshness": self.freshness(),
@@ -270,8 +272,10 @@ class Controller:
                 "seq": coordinator.seq,
                 "manifest": coordinator.last.name if coordinator.last else "",
                 "trained": coordinator.last.manifest.num_trained if coordinator.last else 0,
-                "commit_age_ms": (now_s - coordinator.committed_at_s) * 1000,
-                "committed_at_ms": self._wall.of(coordinator.committed_at_s),
+                "commit_age_ms": commit_age_ms,
+                "committed_at_ms": committed_ms,
+                "uncommitted_ms": None if at_s is None else (now_s - at_s) * 1000,
+                "uncommitted_at_ms": None if at_s is None else self._uncommitted.of(at_s),
                 "commit_ms": coordinator.commit_s * 1000,
                 "paused_ms": coordinator.paused_s * 1000,
                 "phases_ms": {name: seconds * 1000 for name, seconds in coordinator.phases_s.items()},
@@ -293,6 +297,16 @@ class Controller:
                 },
                 "reports": {str(key): member.report for key, member in coordinator.members.items()},
             }
+
+    def _last_commit(self, now_s: float) -> tuple[int | None, float | None]:
+        """Wall time and age in ms of the last commit, which a controller before this one may have made; None
+        = there is none."""
+        at_s, last = self.coordinator.committed_at_s, self.coordinator.last
+        if at_s is not None:
+            return self._committed.of(at_s), (now_s - at_s) * 1000
+        if last is None or not last.manifest.time_ms:
+            return None, None
+        return last.manifest.time_ms, float(max(0, self.clock.now_ms() - last.manifest.time_ms))
 
     def _num_trained(self) -> float | None:
         """Requests trained by all workers. None if a worker does not report it."""

@@ -164,6 +164,7 @@ def _metrics(status: dict[str, Any]) -> dict[str, Any]:
         "roostream_controller_seq": status["seq"],
         "roostream_controller_state": one_of(status["state"], tuple(State)),
         "roostream_controller_committed_timestamp_seconds": _seconds(status["committed_at_ms"]),
+        "roostream_controller_uncommitted_timestamp_seconds": _seconds(status["uncommitted_at_ms"]),
         "roostream_controller_commit_seconds": _seconds(status["commit_ms"]),
         "roostream_controller_commit_phase_seconds": {
             phase: ms / 1000 for phase, ms in status["phases_ms"].items()

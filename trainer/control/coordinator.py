@@ -219,7 +219,8 @@ class Coordinator:
         self.abort_reason = ""  # of the last abort since the last commit
         self.commit_s = self.paused_s = 0.0  # of the last commit
         self.phases_s: dict[str, float] = {}
-        self.committed_at_s = now_s
+        self.committed_at_s: float | None = None  # None: nothing was committed since the start
+        self.uncommitted_at_s: float | None = None  # since when trained steps wait for a commit
         self._effects: list[Effect] = [Claim(frozenset())]
         self._skipped_manifests: set[str] = set()
         self._pending = PendingCommands(self.members, now_s)
@@ -291,6 +292,8 @@ class Coordinator:
                 self._died(key, member, reason, now_s)
         if self.config.follow_workers and not self.phases.is_initial:
             self.membership.follow_connected(now_s)
+        if self.uncommitted_at_s is None and self.has_uncommitted_steps():
+            self.uncommitted_at_s = now_s  # until a commit: a restore only repeats the steps
         match self.state:
             case State.GATHERING if self.membership.should_rescale():
                 self._end(self.membership.closing_reason())
@@ -534,7 +537,7 @@ class Coordinator:
         self._aborts_in_a_row = self._num_aborted = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.phases_s = commit.phases_s(now_s)
-        self.committed_at_s = now_s
+        self.committed_at_s, self.uncommitted_at_s = now_s, None
         self.phases.committed(self.last)
         self._ask("commit", self.config.shards, now_s, seq=commit.seq)
         self._ask_workers("commit", now_s, self.phases.epoch_fields, seq=commit.seq)

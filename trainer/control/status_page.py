@@ -405,8 +405,8 @@ def _check_controller(status: Mapping[str, Any], members: set[str], interval_ms:
         if member["silent_ms"] > _SILENT_MS:
             silent_s = member["silent_ms"] / 1000
             yield Finding(f"silent {key}", WARNING, f"{key} has sent no beat for {silent_s:.1f} s")
-    if status.get("news") and status["commit_age_ms"] > 3 * interval_ms:
-        age_s = status["commit_age_ms"] / 1000
+    if (status.get("uncommitted_ms") or 0.0) > 3 * interval_ms:
+        age_s = status["uncommitted_ms"] / 1000
         why = f": {reason}" if (reason := status.get("abort_reason")) else ""
         yield Finding("commit", BAD, f"trained samples have not been committed for {age_s:.0f} s{why}")
     for name, text in (status.get("topic_problems") or {}).items():

@@ -17,7 +17,7 @@ from roostream.runtime.manifest import Manifest
 from roostream.runtime.retention import Retention
 from roostream.runtime.store_identity import IDENTITY_NAME
 from tests.runtime.manifest_cases import a_manifest
-from tests.trainer.control.test_coordinator import CONFIG
+from tests.trainer.control.test_coordinator import ANSWERS, CONFIG
 from tests.trainer.control.test_scaling import FakeFleet
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
@@ -177,8 +177,42 @@ def test_status_reports_the_state_and_the_last_commit() -> None:
     assert (status["state"], status["incarnation"], status["seq"]) == ("running", 1, 0)
     assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"}
     assert status["reports"]["worker 0"]["step"] == 0 and status["manifest"] == ""
+    assert status["commit_age_ms"] is None and status["committed_at_ms"] is None
+    fleet = fleet_with_one_commit()
+    fleet.clock.advance(2)
+    status = fleet.controller.status()
     assert status["commit_age_ms"] == pytest.approx(2000)
     assert status["committed_at_ms"] == fleet.clock.now_ms() - 2000
+
+
+def test_a_restarted_controller_reports_the_time_of_the_last_commit_not_of_its_start() -> None:
+    second = FakeFleet(1, fleet_with_one_commit().store).to(State.RUNNING)
+    status, committed_ms = second.controller.status(), ANSWERS["worker", "cut"]["time_ms"]
+    assert status["committed_at_ms"] == committed_ms
+    assert status["commit_age_ms"] == second.clock.now_ms() - committed_ms
+
+
+def test_steps_wait_for_a_commit_since_the_first_of_them_also_across_a_restore() -> None:
+    fleet = FakeFleet().to(State.RUNNING)
+    for _ in range(100):
+        fleet.turn(1)
+    assert fleet.controller.status()["uncommitted_at_ms"] is None, "nothing was trained"
+    fleet.refused_kind, fleet.step = "freeze", 3
+    fleet.turn()
+    trained_ms = fleet.clock.now_ms()
+    for _ in range(100):
+        fleet.turn(1)
+    fleet.step = 0  # a restored worker begins again at the last commit
+    fleet.turn(1)
+    status = fleet.controller.status()
+    assert status["rollbacks"] and not status["commits"]
+    assert (status["uncommitted_at_ms"], status["uncommitted_ms"]) == (trained_ms, pytest.approx(101_000))
+    fleet.refused_kind, fleet.step = "", 3
+    while not fleet.controller.status()["commits"]:
+        fleet.turn(1)
+    fleet.turn(1)
+    status = fleet.controller.status()
+    assert status["uncommitted_at_ms"] is None and status["uncommitted_ms"] is None
 
 
 def test_an_unknown_call_is_refused() -> None:

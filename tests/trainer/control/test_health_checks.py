@@ -24,7 +24,7 @@ def status(worker: dict[str, Any] | None = None, **override: Any) -> dict[str, A
         "reason": "start",
         "seq": 9,
         "commit_age_ms": 3000.0,
-        "news": True,
+        "uncommitted_ms": 3000.0,
         "workers": 1,
         "members": {name: {"incarnation": 1, "silent_ms": 200.0} for name in MEMBERS},
         "reports": {"shard 0": {}, "worker 0": GOOD if worker is None else worker},
@@ -66,8 +66,8 @@ BAD, WARNING, UNKNOWN = Level
         (status(state="fenced", reason="incarnation 3"), "controller", BAD, "incarnation 3"),
         (status(members={"worker 0": {"silent_ms": 0.0}}), "members", BAD, "shard 0"),
         (status(members=SHARD_SILENT), "silent shard 0", WARNING, "2.0 s"),
-        (status(commit_age_ms=31_000.0), "commit", BAD, "31 s"),
-        (status(commit_age_ms=31_000.0, abort_reason="the disk is full"), "commit", BAD, "disk is full"),
+        (status(uncommitted_ms=31_000.0), "commit", BAD, "31 s"),
+        (status(uncommitted_ms=31_000.0, abort_reason="the disk is full"), "commit", BAD, "disk is full"),
         (status(holds=[PERMANENT]), "held", BAD, "out of memory"),
         (status(holds=[TRANSIENT], members={}), "members", BAD, "shard 0"),
         (status({**GOOD, "broken": "a shard is away"}), "broken", BAD, "worker 0"),
@@ -109,7 +109,7 @@ def test_each_problem_of_a_program_is_one_finding(
 @pytest.mark.parametrize(
     "report",
     [
-        status(commit_age_ms=500_000.0, news=False),  # idle, so there is nothing to commit
+        status(commit_age_ms=500_000.0, uncommitted_ms=None),  # idle, so there is nothing to commit
         status({**GOOD, "metrics": {"requests": 10, "calibration": 3.0}}),  # too few requests to judge
         status({**GOOD, "metrics": {}}),
         status(holds=[]),
