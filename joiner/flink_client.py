@@ -171,8 +171,15 @@ class _Watcher:
         return self._stands_still if state == "RUNNING" else f"the job is {state}"
 
     def _wait_for(self, call: Callable[[], T]) -> T:
+        def ask() -> T:
+            try:
+                return call()
+            except UnavailableError:
+                self.metrics.running.set(0)  # the last answer is no longer current
+                raise
+
         with self.health.waiting(f"Flink at {self.job.rest.url}"):
-            return retry(self.job.rest, call, self.stop)
+            return retry(self.job.rest, ask, self.stop)
 
     def _is_recovering(self, state: str) -> bool:
         """Whether the job is unknown, and has been for less than `recovery_s`."""

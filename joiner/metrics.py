@@ -82,7 +82,9 @@ class JoinerMetrics:
         )
         self.keys = gauge("roostream_joiner_keys", "users with state (local engine only)")
         self.requests = gauge("roostream_joiner_requests", "requests in the state, by phase", ["phase"])
-        self.running = gauge("roostream_joiner_running", "1 while events are joined")
+        self.running = gauge(
+            "roostream_joiner_running", "1 while events are joined; 0 also while Flink does not answer"
+        )
         self.late = gauge(
             "roostream_joiner_late_requests",
             "samples, since the job's last restart, of requests that arrived after their own close",

@@ -349,6 +349,28 @@ def test_records_that_retention_deleted_before_flink_read_them_are_exported(flin
     assert registry.get_sample_value("roostream_joiner_lost_records") == 20
 
 
+def test_a_job_does_not_count_as_running_while_the_job_manager_does_not_answer(flink: FakeFlink) -> None:
+    stop, meters = Stop(), JoinerMetrics(registry := CollectorRegistry())
+    flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
+
+    class StoppingFlink(FlinkRest):
+        """A job manager that answers once, and then not until the stop."""
+
+        num_calls = 0
+
+        def state(self, job: str) -> str:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                return super().state(job)
+            assert registry.get_sample_value("roostream_joiner_running") == (self.num_calls == 2)
+            if self.num_calls > 2:
+                stop.set()
+            raise UnavailableError("no answer")
+
+    with pytest.raises(UnavailableError):
+        flink_client.watch(flink_client.FlinkJob(StoppingFlink(flink.url), JOB), meters, Health(60), stop)
+
+
 def test_an_absent_job_manager_is_awaited_until_the_stop() -> None:
     stop = Stop()
     stop.set()
