@@ -55,6 +55,13 @@ def test_scores_beyond_all_buckets_and_models_without_tasks_are_counted() -> Non
     assert sum(bucket_counts(histogram, "click")[0]) == 8192
 
 
+def test_a_process_without_requests_exports_that_there_are_none() -> None:
+    """The alert RoostreamNoRequests compares with 0, also after a roll-out has replaced all processes."""
+    ServingMetrics(registry := CollectorRegistry())
+    answers = {"route": "rank", "status": "200"}
+    assert registry.get_sample_value("roostream_serving_requests_total", answers) == 0
+
+
 def test_a_request_is_counted_by_route_and_class_of_status() -> None:
     metrics = ServingMetrics(CollectorRegistry())
     for status, seconds in ((200, 0.0015), (200, 0.002), (429, 0.0001), (503, 5.0)):
