@@ -186,7 +186,7 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
     lag = ("lag_ms", "lag_records", "lost_records", "watermark_ms")
     return {
-        **{k: whole.get(k) for k in ("state", "initial", *lag, "step", "trained", "requests")},
+        **{k: whole.get(k) for k in ("state", "reason", "initial", *lag, "step", "trained", "requests")},
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
         **{k: sum_of_workers(control, k) if control else None for k in counted},
         "outcomes": sum_outcomes([report.get("outcomes") or {} for report in reports] if all_report else []),

@@ -116,12 +116,9 @@ def _trainer(t: Mapping[str, Any]) -> str:
     counts += f"; since the workers started: trained {number(t['requests'])}"
     counts += f", skipped {number(t['duplicates'])}"
     counts += f", replayed {number(t['rehearsed'])}" if t["rehearsed"] else ""
-    state = (
-        "unknown, because Kafka does not report the end of the samples"
-        if t["state"] == "unknown"
-        else t["state"] or NONE
-    )
-    return f"{state}{_history(t['initial'])}{eta}, {where}, {counts}"
+    reason = t["reason"] or ("not every worker reports" if t["state"] == "unknown" else "")
+    why = f" ({reason})" if reason and t["state"] != "held" else ""  # a row of its own has that of a hold
+    return f"{t['state'] or NONE}{why}{_history(t['initial'])}{eta}, {where}, {counts}"
 
 
 def _outcomes(t: Mapping[str, Any]) -> list[Row]:

@@ -190,10 +190,23 @@ def test_progress_of_historical_training_is_shown() -> None:
         assert row.startswith(f"{prefix}{end}, watermark")
 
 
-@pytest.mark.parametrize("watch", [{}, {"watch": {"state": "unknown"}}])
-def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
-    row = table_rows({**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}})["trainer"]
-    assert row.startswith("unknown, because Kafka does not report the end of the samples, watermark –")
+@pytest.mark.parametrize(
+    ("watch", "begin"),
+    [
+        ({}, "unknown (not every worker reports), watermark –"),
+        (
+            {"watch": {"state": "unknown", "reason": "the training loop has not turned for 12 s"}},
+            "unknown (the training loop has not turned for 12 s), watermark –",
+        ),
+        (
+            {"watch": {"state": "blocked", "reason": "samples-1: a transaction is open"}},
+            "blocked (samples-1: a transaction is open), watermark –",
+        ),
+    ],
+)
+def test_the_reason_of_the_training_state_is_shown(watch: dict[str, Any], begin: str) -> None:
+    row = table_rows({**CONTROL, "reports": {"worker 0": watch}})["trainer"]
+    assert row.startswith(begin)
 
 
 def test_the_status_says_what_closed_the_requests() -> None:
