@@ -116,9 +116,7 @@ class ServingMetrics:
         self._requests = counter(
             "roostream_serving_requests_total", "answers by route and status", ["route", "status"]
         )
-        self._requests.labels(
-            "rank", "200"
-        )  # no requests yet is 0, so that an alert sees that there are none
+        self._requests.labels("rank", "200")  # 0 until the first request, which an alert compares
         self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.candidates = counter("roostream_serving_candidates_total", "candidates scored")
         self.degraded = counter(
