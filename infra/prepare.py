@@ -144,7 +144,7 @@ def compile_operator(console: Console) -> None:
             classes = Path(folder)
             compile_java(sources, libraries, classes)
             entries = {path: str(path.relative_to(classes)) for path in sorted(classes.rglob("*.class"))}
-            _write_zip(OPERATOR_JAR, entries, manifest="Manifest-Version: 1.0\r\n\r\n")
+            write_zip(OPERATOR_JAR, entries, manifest="Manifest-Version: 1.0\r\n\r\n")
         _keep_in_cache(OPERATOR_JAR, cached)
     stamp("operator", key)
     console.print(f"Java classes: {time.monotonic() - started_s:.0f} s")
@@ -197,7 +197,7 @@ def compile_kernels(console: Console, groups: tuple[str, ...]) -> None:
                 for top in {s.relative_to(ROOT).parts[0] for s in kernel_sources()}
                 for p in (ROOT / top).rglob("__pycache__/*.nb[ic]")
             )
-            _write_zip(Path(folder) / "kernels.zip", {path: str(path.relative_to(ROOT)) for path in files})
+            write_zip(Path(folder) / "kernels.zip", {path: str(path.relative_to(ROOT)) for path in files})
             _keep_in_cache(Path(folder) / "kernels.zip", archive)
     console.print(f"kernels: {time.monotonic() - started_s:.0f} s")
 
@@ -225,13 +225,14 @@ def write_byte_code(console: Console) -> None:
     console.print(f"byte code: {time.monotonic() - started_s:.0f} s")
 
 
-def _write_zip(path: Path, entries: dict[Path, str], manifest: str = "") -> None:
+def write_zip(path: Path, entries: dict[Path, str], manifest: str = "") -> None:
+    """The same files give the same bytes: each entry has the date 1980-01-01."""
     temporary = path.with_suffix(".new")
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         if manifest:
-            archive.writestr("META-INF/MANIFEST.MF", manifest)
+            archive.writestr(zipfile.ZipInfo("META-INF/MANIFEST.MF"), manifest)
         for file, name in entries.items():
-            archive.write(file, name)
+            archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
     os.replace(temporary, path)
 
 

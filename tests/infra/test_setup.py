@@ -156,6 +156,17 @@ def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_equal_classes_give_equal_jars(tmp_path: Path) -> None:
+    found = []
+    for seconds in (10**9, 2 * 10**9):
+        file = tmp_path / "Operator.class"
+        file.write_bytes(b"class")
+        os.utime(file, (seconds, seconds))
+        prepare.write_zip(tmp_path / "operator.jar", {file: "a/Operator.class"}, "Manifest-Version: 1.0\r\n")
+        found.append((tmp_path / "operator.jar").read_bytes())
+    assert found[0] == found[1]
+
+
 def test_a_program_that_does_not_exist_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     precompile.import_programs()
     monkeypatch.setattr(precompile, "PROGRAMS", ("joiner.missing",))
