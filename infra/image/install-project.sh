@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the checkout in the current folder into an environment, with the same bytes at any time and in any folder's state:
-# uv's note of when it was installed goes, and sources get a fixed time, which numba writes into its kernels.
+# Installs the checkout in the current folder into an environment. Two installations are equal, byte for byte: the file in which uv
+# notes the time is deleted, and sources get a fixed time, because numba writes it into the kernels.
 # usage: install-project.sh ENVIRONMENT
 set -eu
 uv pip install --python "$1/bin/python3" --no-deps --no-build-isolation --compile-bytecode .
