@@ -167,6 +167,9 @@ def _check_environment(root: Path, environment: dict[str, str], has_flink: bool)
     version = _run((f"{root}/opt/roostream/bin/roostream", "--version"), root, environment)
     assert re.match(r"roostream \d", version.stdout)
     assert list((root / "opt/roostream/kernels").rglob("*.nbi")), "there must be compiled kernels"
+    ours = next((root / "opt/roostream/lib").glob("python3.*")) / "site-packages/roostream"
+    assert len({source.stat().st_mtime for source in ours.rglob("*.py")}) == 1, "the time of a checksum"
+    assert list((ours / "__pycache__").glob("*.pyc")), "containers cannot write byte code"
     if not has_flink:
         return
     flink = root / "opt/flink"
