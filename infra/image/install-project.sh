@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the checkout in the current folder into an environment. Two installations of the same sources are equal, byte for byte, and
-# those of other sources differ in the time of the files, by which numba decides whether a kernel in its cache is valid. The time is
-# before that of any commit, so a builder that shortens times to a commit's keeps it.
+# those of other sources differ in the time of the files, by which numba decides whether a kernel in its cache is valid. That time is
+# before 2012, so a builder that replaces all later times by the commit's leaves it as it is.
 # usage: install-project.sh ENVIRONMENT
 set -eu
 uv pip install --python "$1/bin/python3" --no-deps --no-build-isolation --compile-bytecode .
