@@ -45,7 +45,7 @@ K, WIDTH, DIRECTIONS, QUERIES = 100, 32, 500, 64
 
 
 def vectors(n: int, seed: int) -> np.ndarray:
-    """float32 [n, WIDTH], of length 1, around the same directions for every seed."""
+    """Random vectors of length 1, float32 [n, WIDTH]. Those of all seeds lie around the same directions."""
     around = np.random.default_rng(0).normal(size=(DIRECTIONS, WIDTH))
     rng = np.random.default_rng(seed)
     x_ID = around[rng.integers(0, DIRECTIONS, n)] + 0.7 * rng.normal(size=(n, WIDTH))

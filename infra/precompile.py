@@ -62,9 +62,10 @@ def main(groups: tuple[str, ...]) -> int:
 
 
 def keep_addresses_out_of_kernels() -> None:
-    """Without this, numba's files contain addresses of this process, and two builds of an image differ:
-    numba writes a listing of types into each file, which no program reads, and names each array expression by
-    its hash, which is an address. The place in the source names it as well."""
+    """Make numba write the same files in every process, so that two builds of an image are equal.
+
+    Numba writes addresses of the process at two places: in a listing of types for people, which is left
+    empty here, and in the name of each array expression, which is made from its place in the source here."""
     import numba.np.ufunc.array_exprs as array_exprs
     from numba.core.annotations.type_annotations import TypeAnnotation
 

@@ -42,7 +42,7 @@ _KERNEL = re.compile(r"^@(njit|kernel|short_kernel)\b", re.MULTILINE)
 
 
 def main(only: str = "") -> int:
-    """Run the missing steps in parallel; returns the exit code. `only`: "early"."""
+    """Run the missing steps in parallel; returns the exit code. `only`: "early", or "" for all steps."""
     console = Console(highlight=False)
     try:
         require_disk(BUILD, _MIN_FREE_BYTES, "set-up")

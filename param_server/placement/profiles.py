@@ -318,6 +318,6 @@ def impression_bytes(batch: Batch) -> int:
 
 
 def _list_lengths(batch: Batch, source: Source) -> np.ndarray:
-    """int32 [N]: number of ids of each request or candidate, by the feature's side."""
+    """The number of ids in the list of each request (side "ro") or candidate ("nro"), int32 [N]."""
     lists = batch.ro_lists if source.side == "ro" else batch.nro_lists
     return lists.lengths_KN[lists.index(source.key.partition(".")[0])]

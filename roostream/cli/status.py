@@ -209,7 +209,8 @@ def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    """Commits, holds and device time, from the controller's status; None = unknown."""
+    """What the controller's status says of commits, holds and device time; a value is None if it is
+    unknown."""
     keys = "state seq incarnation commit_age_ms paused_ms commits aborts rollbacks manifest"
     return {k: control.get(k) for k in (*keys.split(), "holds", "device_s", "device_ratio")}
 

@@ -1,4 +1,4 @@
-"""Stores of committed data: manifests, incarnations, dense parts, schemas. In a directory or in an S3 bucket.
+"""Stores of committed data (manifests, incarnations, dense parts, schemas) in a directory or an S3 bucket.
 
 A store is a flat space of names such as `manifests/00000012` or `dense/12-3.safetensors`. A commit is one
 `create`: it makes the whole object visible under its name, or changes nothing if the name exists.
@@ -361,7 +361,7 @@ class ObjectStore:
 
 
 def _obstore() -> Any:
-    """Imported here, because most programs have their store in a directory."""
+    """The package obstore. Imported on first use, because most programs have their store in a directory."""
     try:
         import obstore
         import obstore.exceptions

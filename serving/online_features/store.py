@@ -219,7 +219,8 @@ class FeatureStore:
         return {p: int(found[field]) for p, field in fields.items() if field in found}
 
     def _warn_if_states_are_evicted(self) -> None:
-        """An evicted state begins anew without an error, so features are wrong."""
+        """Warn if Redis deletes keys when its memory is full. A deleted state counts from zero again, so
+        features become wrong without an error."""
         try:
             memory = self.connection.info("memory")
         except redis.ResponseError:  # not permitted: the access rules of older versions lack +info

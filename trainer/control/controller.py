@@ -57,7 +57,7 @@ DEVICE_TIME_FILE = "control/spent"
 
 
 class _DeletionInterruptedError(Exception):
-    """Old commits are not deleted any further now: another effect is due, or another controller has taken
+    """Ends a deletion of old commits early, because another effect is due or another controller has taken
     over."""
 
 

@@ -200,8 +200,10 @@ def has_duplicate_partition(commit: CommitInProgress) -> bool:
 
 
 class Coordinator:
-    """Call `beat`, `tick`, `claimed` and `linked` with one monotonic clock, and perform the effects from
-    `take_effects`. Not thread-safe."""
+    """Decides when members restore, train, commit and wait. It has no threads and does no I/O.
+
+    Call `beat`, `tick`, `claimed` and `linked` with times of one monotonic clock in seconds, and perform the
+    effects that `take_effects` returns. Not thread-safe."""
 
     def __init__(
         self, config: CoordinatorConfig, now_s: float = 0.0, log_rate_limit: LogRateLimit | None = None

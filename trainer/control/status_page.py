@@ -63,7 +63,7 @@ MAX_CHANGES = 200
 
 @dataclasses.dataclass(kw_only=True)
 class Point:
-    """All readings of one step, folded into one."""
+    """A point of a line: all readings within one step of time, combined. `slot`: number of the step."""
 
     slot: int
     at_s: float  # of the newest reading in it

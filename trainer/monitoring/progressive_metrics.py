@@ -335,7 +335,7 @@ class DailyMetrics:
         self._by_day: dict[str, Metrics] = {}
 
     def update(self, batch: ScoredBatch) -> None:
-        """As `Metrics.update`."""
+        """Count a batch in all sums: the whole, the measured part, and each day. See `Metrics.update`."""
         self._overall.update(batch)
         self._measured.update(batch.of_requests(batch.time_ms_R >= self._measure_from_ms))
         day_R = batch.time_ms_R // 86_400_000

@@ -302,8 +302,8 @@ class KafkaConsumer:
         }
 
     def bounds(self, *partitions: Partition) -> dict[Partition, tuple[int, int]]:
-        """(oldest offset, last stable offset) of each, asked of the broker now. Raises UnavailableError as
-        `end_offsets`."""
+        """Ask the broker for the oldest offset and the last stable offset of each partition. Raises
+        UnavailableError in the cases of `end_offsets`."""
         try:
             found = clients.bounds(
                 self._client(), [self.options.topic_partition(p) for p in partitions], _REQUEST_TIMEOUT_S

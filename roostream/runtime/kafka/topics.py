@@ -1,4 +1,5 @@
-"""Topics: names, partitions, settings. roostream/runtime/kafka/topic_admin.py creates them."""
+"""The Kafka topics of a deployment: their names, numbers of partitions and settings. `topic_admin.py` creates
+them."""
 
 from __future__ import annotations
 
