@@ -1,16 +1,16 @@
 """Online features: counters of users, items and other entities, updated by events and read by requests.
 
 `Counters` is a store in memory. A replay keeps one for the whole log. The feature updater loads the states
-that a batch of events changes, applies the events and stores the states. Serving loads the states of a
-request and reads them. All three run the same code, and equal events give equal bytes. docs/schema.md,
+that a batch of events changes, applies the events and stores the states. Serving reads the stored states of a
+request with a `StateReader`. All three run the same code, and equal events give equal bytes. docs/schema.md,
 "Counters", describes what is counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -137,7 +137,7 @@ class Counters:
         if self._is_repeated(event_id, time_ms):
             return
         item_n, first_n = np.unique(as_int64(item_ids), return_index=True)
-        ids = self._ids(user_id, item_n, time_ms, self._complete(fields), first_n)
+        ids = _ids(user_id, item_n, time_ms, self._complete(fields), first_n)
         for entity in self.plan.entities:
             if SHOWN in entity.events:
                 self._count(entity, ids, len(item_n), time_ms, SHOWN, 0.0)
@@ -199,7 +199,7 @@ class Counters:
         that `encode_ro` takes, absent = missing; NRO values are float32 [n], NaN = missing. Reading changes
         nothing."""
         item_n = as_int64(item_ids)
-        ids = self._ids(user_id, item_n, time_ms, self._complete(fields), None)
+        ids = _ids(user_id, item_n, time_ms, self._complete(fields))
         rows: dict[str, np.ndarray] = {}
         unknown: dict[str, np.ndarray] = {}
         states: dict[str, EntityState | None] = {}
@@ -218,19 +218,17 @@ class Counters:
                 unknown[entity.name] = ~known_n
         return read_all(self.schema, EntityStates(rows, unknown, states), time_ms)
 
-    def keys(
+    def impression_keys(
         self,
         user_id: int,
         item_ids: Sequence[int] | np.ndarray,
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
-        event: str = "",
     ) -> Keys:
-        """Keys of the states that a request reads, or that its impression changes with `event = SHOWN`. Call
-        `remember` first."""
+        """Keys of the states that an impression changes. Call `remember` first."""
         item_n = as_int64(item_ids)
-        ids = self._ids(user_id, item_n, time_ms, self._complete(fields), None)
-        return self._keys_by_entity(ids, len(item_n), event) | (self.list_keys(fields) if event else {})
+        ids = _ids(user_id, item_n, time_ms, self._complete(fields))
+        return self._keys_by_entity(ids, len(item_n), SHOWN) | self.list_keys(fields)
 
     def engagement_keys(
         self, user_id: int, item_id: int, action: str, time_ms: int, fields: EntityFields = NO_FIELDS
@@ -250,37 +248,18 @@ class Counters:
     def list_keys(self, fields: EntityFields) -> Keys:
         return {LISTS: np.array([fields.list_id], dtype=np.int64)} if fields.list_id else {}
 
-    def load(self, keys: Mapping[str, np.ndarray], values: Sequence[bytes | None]) -> None:
+    def load(self, keys: Keys, values: Sequence[bytes | None]) -> None:
         """Load stored states over the present ones: one value for each key, in order; None = not stored.
 
         Raises:
             CheckpointError: bytes of another format.
         """
-        start = 0
-        for name, keys_k in keys.items():
-            values_k, start = values[start : start + len(keys_k)], start + len(keys_k)
+        for name, values_k in _by_entity(keys, values):
             if name in self._rows:
-                self._rows[name].put(keys_k, rows_from_bytes(self.plan.row_layouts[name], values_k))
+                self._rows[name].put(keys[name], rows_from_bytes(self.plan.row_layouts[name], values_k))
                 continue
-            for key, value in zip(keys_k.tolist(), values_k, strict=True):
+            for key, value in zip(keys[name].tolist(), values_k, strict=True):
                 self._load_one(name, key, value)
-
-    def merge(self, keys: Mapping[str, np.ndarray], values: Sequence[bytes | None]) -> None:
-        """Add the states that another updater stored of these keys of `shared_keys`, as `load` takes them.
-        Counts are those of one updater with all events, decayed sums but for rounding. Raises
-        CheckpointError."""
-        start = 0
-        for name, keys_k in keys.items():
-            values_k, start = values[start : start + len(keys_k)], start + len(keys_k)
-            if name in self._rows:
-                layout = self.plan.row_layouts[name]
-                rows_k = self._rows[name].find(keys_k)
-                merge_rows(layout, rows_k, rows_from_bytes(layout, values_k))
-                self._rows[name].put(keys_k, rows_k)
-                continue
-            for key, value in zip(keys_k.tolist(), values_k, strict=True):
-                if value is not None:
-                    self._state(name, key).merge(state_from_bytes(self.plan.state_layouts[name], value))
 
     def dump(self, keys: Mapping[str, np.ndarray]) -> list[bytes | None]:
         """The states to store, one for each key, in order; None if there is none."""
@@ -345,19 +324,10 @@ class Counters:
         known = None if fields.has_ro else self._lists.get(fields.list_id)
         return fields if known is None else fields._replace(request={**fields.request, **known.request})
 
-    def _ids(
-        self, user_id: int, item_n: np.ndarray, time_ms: int, fields: EntityFields, index_n: np.ndarray | None
-    ) -> dict[str, Any]:
-        """Field → int of the request, or int64 [n] of the candidates (those at `index_n`)."""
-        ids: dict[str, Any] = {**time_fields(time_ms), **fields.request, USER: signed(user_id), ITEM: item_n}
-        return ids | {
-            name: ids_n if index_n is None else ids_n[index_n] for name, ids_n in fields.candidate.items()
-        }
-
     def _ids_of_engagement(
         self, user_id: int, item: int, time_ms: int, fields: EntityFields
     ) -> dict[str, Any]:
-        ids = self._ids(user_id, np.array([item], dtype=np.int64), time_ms, fields, None)
+        ids = _ids(user_id, np.array([item], dtype=np.int64), time_ms, fields)
         if (shown := self._lists.get(fields.list_id)) is not None:
             request, candidate = shown.fields_at(item, time_ms)
             ids |= request | {name: np.array([id_], dtype=np.int64) for name, id_ in candidate.items()}
@@ -411,11 +381,10 @@ class Counters:
         return self._states[entity.name].get(key) or EntityState(self.plan.state_layouts[entity.name])
 
     def _keys_by_entity(self, ids: Mapping[str, Any], num_rows: int, event: str) -> Keys:
-        """Keys of the states that an event changes, "" = of all. The user's state has its crosses and every
-        action."""
+        """Keys of the states that an event changes. The user's state has its crosses and every action."""
         by_entity: Keys = {}
         for entity in self.plan.entities:
-            if event and event not in entity.events and entity.name != USER:
+            if event not in entity.events and entity.name != USER:
                 continue
             if not entity.of_candidate:
                 key = _key(entity, ids)
@@ -424,6 +393,84 @@ class Counters:
                 keys_n, known_n = _keys(entity, ids, num_rows)
                 by_entity[entity.name] = keys_n if known_n is None else keys_n[known_n]
         return by_entity
+
+
+class StateKeys(NamedTuple):
+    """The keys of the states that a request reads, and of the rows in the user's state."""
+
+    stored: Keys
+    in_user: Keys  # of the entities that are crossed with the user; one key for each candidate
+    unknown: Mapping[str, np.ndarray]  # bool [n], candidates with an unknown field; absent = none
+    time_ms: int
+
+
+class StateReader:
+    """Reads the online features of requests from stored states. The values are those of `Counters.read` after
+    `load`. Thread-safe."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema, self.plan = schema, schema.derived(plan_of)
+
+    def keys(
+        self,
+        user_id: int,
+        item_ids: Sequence[int] | np.ndarray,
+        time_ms: int,
+        fields: EntityFields = NO_FIELDS,
+    ) -> StateKeys:
+        """The keys of a request at `time_ms`."""
+        item_n = as_int64(item_ids)
+        ids = _ids(user_id, item_n, time_ms, fields)
+        keys = StateKeys({}, {}, unknown := {}, time_ms)
+        for entity in self.plan.entities:
+            if not entity.of_candidate:
+                key = _key(entity, ids)
+                keys.stored[entity.name] = np.array([] if key is None else [key], dtype=np.int64)
+                continue
+            keys_n, known_n = _keys(entity, ids, len(item_n))
+            if entity.is_crossed_with_user:
+                keys.in_user[entity.name] = keys_n
+            else:
+                keys.stored[entity.name] = keys_n if known_n is None else keys_n[known_n]
+            if known_n is not None and (user_id or not entity.is_crossed_with_user):
+                unknown[entity.name] = ~known_n
+        return keys
+
+    def read(self, keys: StateKeys, states: Sequence[Sequence[bytes | None]]) -> OnlineValues:
+        """(RO, NRO) online features, as `Counters.read` returns them.
+
+        `states`: those of `keys.stored`, one for each key, in order; None = not stored. After them, for each
+        further updater, those of `shared_keys`, which are merged: counts are then those of one updater with
+        all events, decayed sums but for rounding.
+
+        Raises:
+            CheckpointError: bytes of another format.
+        """
+        rows: dict[str, np.ndarray] = {}
+        state_of: dict[str, EntityState | None] = {}
+        for name, values in _by_entity(keys.stored, states[0]):
+            if name in self.plan.row_layouts:
+                rows[name] = rows_from_bytes(self.plan.row_layouts[name], values)
+            else:
+                state_of[name] = self._state(name, values[0]) if values else None
+        for of_updater in states[1:]:
+            for name, values in _by_entity(shared_keys(keys.stored), of_updater):
+                if name in rows:
+                    layout = self.plan.row_layouts[name]
+                    merge_rows(layout, rows[name], rows_from_bytes(layout, values))
+                elif (state := state_of[name]) is not None and values[0] is not None:
+                    state.merge(self._state(name, values[0]))
+        for name, unknown_n in keys.unknown.items():
+            if name in rows:
+                known_rows, rows[name] = rows[name], new_rows(self.plan.row_layouts[name], len(unknown_n))
+                rows[name][~unknown_n] = known_rows
+        user = state_of[USER] or self._state(USER, None)
+        rows |= {name: user.tables[name].find(keys_n) for name, keys_n in keys.in_user.items()}
+        return read_all(self.schema, EntityStates(rows, keys.unknown, state_of), keys.time_ms)
+
+    def _state(self, name: str, value: bytes | None) -> EntityState:
+        layout = self.plan.state_layouts[name]
+        return EntityState(layout) if value is None else state_from_bytes(layout, value)
 
 
 class RowsByKey:
@@ -458,6 +505,28 @@ class RowsByKey:
             more = max(len(row_of), 2 * len(self._rows_I)) - len(self._rows_I)
             self._rows_I = np.concatenate([self._rows_I, new_rows(self.layout, more)])
         return index_n
+
+
+def _by_entity(keys: Keys, values: Sequence[bytes | None]) -> Iterator[tuple[str, Sequence[bytes | None]]]:
+    """The values of each entity's keys."""
+    start = 0
+    for name, keys_k in keys.items():
+        yield name, values[start : start + len(keys_k)]
+        start += len(keys_k)
+
+
+def _ids(
+    user_id: int,
+    item_n: np.ndarray,
+    time_ms: int,
+    fields: EntityFields,
+    index_n: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Field → int of the request, or int64 [n] of the candidates (those at `index_n`)."""
+    ids: dict[str, Any] = {**time_fields(time_ms), **fields.request, USER: signed(user_id), ITEM: item_n}
+    return ids | {
+        name: ids_n if index_n is None else ids_n[index_n] for name, ids_n in fields.candidate.items()
+    }
 
 
 def _key(entity: Entity, ids: Mapping[str, Any]) -> int | None:

@@ -139,9 +139,13 @@ class CrossTable:
         if len(data) >= _TABLE_HEAD.size:
             p, w = _TABLE_HEAD.unpack_from(data)
             if len(data) == _TABLE_HEAD.size + 4 * w + 8 * p * (1 + w):
-                ids = np.frombuffer(data, dtype="<u4", offset=_TABLE_HEAD.size, count=w).tolist()
+                ids = np.frombuffer(data, dtype="<u4", offset=_TABLE_HEAD.size, count=w)
                 numbers = np.frombuffer(data, dtype="<i8", offset=_TABLE_HEAD.size + 4 * w)
-                self.put(numbers[:p].copy(), ids, numbers[p:].view("<f8").reshape(p, w))
+                keys_P, numbers_PW = numbers[:p].copy(), numbers[p:].view("<f8").reshape(p, w)
+                if np.array_equal(ids, self.layout.id_W):
+                    self.keys_P, self.rows_PW = keys_P, numbers_PW.copy()
+                else:
+                    self.put(keys_P, ids.tolist(), numbers_PW)
                 return
         raise _foreign_bytes(data)
 

@@ -78,10 +78,9 @@ def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray
 
     NaN: there was no event, or the state is damaged and gives an infinite value.
     """
-    out_nW = np.zeros(rows_n.shape, dtype=np.float32)
-    kernels().read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_nW)
-    out_nW[np.isinf(out_nW)] = np.nan
-    return np.ascontiguousarray(out_nW.T)
+    out_Wn = np.zeros(rows_n.shape[::-1], dtype=np.float32)
+    kernels().read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_Wn)
+    return out_Wn
 
 
 def row_to_bytes(layout: RowLayout, row_W: np.ndarray) -> bytes:
@@ -96,19 +95,24 @@ def rows_from_bytes(layout: RowLayout, values: Sequence[bytes | None]) -> np.nda
     Raises:
         CheckpointError: bytes of another format.
     """
-    rows_nW = new_rows(layout, len(values))
-    given = [i for i, value in enumerate(values) if value is not None]
+    given = [value for value in values if value is not None]
     head = _head(layout)
     size = len(head) + 8 * layout.width
-    joined = np.frombuffer(b"".join(values[i] or b"" for i in given), dtype=np.uint8)
+    joined = np.frombuffer(b"".join(given), dtype=np.uint8)
     if len(joined) == size * len(given):
         joined = joined.reshape(-1, size)
         if (joined[:, : len(head)] == np.frombuffer(head, dtype=np.uint8)).all():
-            rows_nW[given] = np.ascontiguousarray(joined[:, len(head) :]).view(np.float64)
+            numbers = joined[:, len(head) :].copy().view(np.float64)
+            if len(given) == len(values):
+                return numbers
+            rows_nW = new_rows(layout, len(values))
+            rows_nW[[value is not None for value in values]] = numbers
             return rows_nW
-    for i in given:
-        ids, numbers = _parse(layout, values[i] or b"")
-        copy_columns(layout, rows_nW[i : i + 1], ids, numbers[None])
+    rows_nW = new_rows(layout, len(values))
+    for i, value in enumerate(values):
+        if value is not None:
+            ids, numbers_W = _parse(layout, value)
+            copy_columns(layout, rows_nW[i : i + 1], ids, numbers_W[None])
     return rows_nW
 
 
@@ -119,6 +123,7 @@ def copy_columns(layout: RowLayout, rows_n: np.ndarray, ids: Sequence[int], numb
     rows_n[:, [c for c, _ in pairs]] = numbers_n[:, [k for _, k in pairs]]
 
 
+@functools.lru_cache(maxsize=256)
 def _head(layout: RowLayout) -> bytes:
     return _HEAD.pack(_VERSION, layout.width) + layout.id_W.tobytes()
 

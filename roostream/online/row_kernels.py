@@ -221,11 +221,12 @@ def insert_by_time(pairs_H2: np.ndarray, value: int, time_ms: int, max_pairs: in
     return True, out
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def read_rows(
-    rows_n: np.ndarray, time_ms: float, op_W: np.ndarray, param_W: np.ndarray, out_nW: np.ndarray
+    rows_n: np.ndarray, time_ms: float, op_W: np.ndarray, param_W: np.ndarray, out_Wn: np.ndarray
 ) -> None:
-    """Write the values of the rows at `time_ms` to `out_nW`: sums decayed, ages in seconds, window counts."""
+    """Write the values of the rows at `time_ms` to `out_Wn`: sums decayed, ages in seconds, window counts. An
+    infinite value becomes NaN. It takes microseconds, so it keeps the interpreter's lock."""
     for i in range(len(rows_n)):
         row = rows_n[i]
         fade_ms = 0.0 if np.isnan(row[0]) else min(row[0] - time_ms, 0.0)
@@ -236,15 +237,17 @@ def read_rows(
                 if param_W[c] != life_ms:
                     life_ms = param_W[c]
                     fade = 2.0 ** (fade_ms / life_ms)
-                out_nW[i, c] = row[c] * fade
+                out_Wn[c, i] = row[c] * fade
             elif op == NEWEST:
-                out_nW[i, c] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else np.nan
+                out_Wn[c, i] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else np.nan
             elif op == FIRST:
-                out_nW[i, c] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else 0.0
+                out_Wn[c, i] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else 0.0
             elif op == VALUE:
-                out_nW[i, c] = row[c]
+                out_Wn[c, i] = row[c]
             elif op == STEP:
-                out_nW[i, c] = _window_count(row[c : c + 1 + WINDOW_STEPS], np.floor(time_ms / param_W[c]))
+                out_Wn[c, i] = _window_count(row[c : c + 1 + WINDOW_STEPS], np.floor(time_ms / param_W[c]))
+            if np.isinf(out_Wn[c, i]):
+                out_Wn[c, i] = np.nan
 
 
 @njit(cache=True, nogil=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from roostream.errors import RoostreamError, UnavailableError
-from roostream.online.counters import Counters, Keys, shared_keys
+from roostream.online.counters import Keys, StateKeys, StateReader
 from roostream.online.entity_fields import NO_FIELDS, EntityFields
 from roostream.online.read_counters import OnlineValues
 from roostream.runtime import redis_client
@@ -32,7 +32,7 @@ _PAUSE_S = 0.5  # after a failure, so that an outage costs one timeout, not one 
 
 
 class HydrationRequest(NamedTuple):
-    """The arguments of `Counters.read`."""
+    """The arguments of `StateReader.keys`."""
 
     user_id: int
     item_ids: Sequence[int] | np.ndarray
@@ -57,7 +57,7 @@ class Hydrator:
         store: FeatureStore | None = None,
     ) -> None:
         """`store` replaces the one at `redis_url`. Raises ConfigError: `redis_url` is no Redis URL."""
-        self.schema, self.url = schema, redis_url
+        self.url, self._reader = redis_url, StateReader(schema)
         self._clock = clock or SystemClock()
         self._store = store or FeatureStore(
             redis_client.client(redis_url, timeout_s=timeout_s), redis_url, prefix
@@ -73,7 +73,7 @@ class Hydrator:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> OnlineValues:
-        """(RO, NRO) as `Counters.read` returns them.
+        """(RO, NRO) as `StateReader.read` returns them.
 
         Raises:
             UnavailableError: Redis is away or slow, or was within the last 0.5 s.
@@ -86,23 +86,18 @@ class Hydrator:
 
     def read_all(self, requests: Sequence[HydrationRequest]) -> list[Hydrated]:
         """For each request what `read` returns or raises, in one round trip."""
-        counters = Counters(self.schema)
-        keys = [counters.keys(*request) for request in requests]
+        keys = [self._reader.keys(*request) for request in requests]
         try:
-            states = self._read_states(keys)
+            states = self._read_states([request_keys.stored for request_keys in keys])
         except UnavailableError as error:
             return [error] * len(requests)
-        out: list[Hydrated] = []
-        for request, request_keys, (values, *other_states) in zip(requests, keys, states, strict=True):
-            counters = Counters(self.schema)
-            try:
-                counters.load(request_keys, values)
-                for values in other_states:
-                    counters.merge(shared_keys(request_keys), values)
-                out.append(counters.read(*request))
-            except RoostreamError as error:
-                out.append(error)
-        return out
+        return [self._read_one(*request) for request in zip(keys, states, strict=True)]
+
+    def _read_one(self, keys: StateKeys, states: UpdaterStates) -> Hydrated:
+        try:
+            return self._reader.read(keys, states)
+        except RoostreamError as error:
+            return error
 
     def _read_states(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
         begin_s = self._clock.monotonic_s()

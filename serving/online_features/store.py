@@ -243,17 +243,19 @@ class FeatureStore:
         """Load this updater's states into `counters`, in one round trip. Raises CheckpointError for invalid
         bytes."""
         with redis_errors(self.url):
-            counters.load(keys, self._mget(list(self._names(keys, self.index))))
+            counters.load(keys, self._mget(self._names(keys, self.index)))
 
     def read(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
         """The stored states of each `Keys`, in one round trip; in two once there are more updaters."""
         while True:
             count = self._num_read
             names = [
-                [[*self._names(shared_keys(of_one) if n else of_one, n)] for n in range(count)]
+                [self._names(shared_keys(of_one) if n else of_one, n) for n in range(count)]
                 for of_one in keys
             ]
-            distinct = dict.fromkeys(name for of_keys in names for some in of_keys for name in some)
+            distinct: dict[bytes, None] = {}
+            for some in itertools.chain.from_iterable(names):
+                distinct |= dict.fromkeys(some)
             distinct[self._updaters] = None
             with redis_errors(self.url):
                 value_of = dict(zip(distinct, self._mget(list(distinct)), strict=True))
@@ -371,16 +373,18 @@ class FeatureStore:
 
     def key(self, entity: str, key: int) -> bytes:
         """Redis key of an entity's state that this updater writes."""
-        return next(self._names({entity: np.array([key], dtype=np.int64)}, self.index))
+        return self._names({entity: np.array([key], dtype=np.int64)}, self.index)[0]
 
-    def _names(self, keys: Keys, index: int) -> Iterator[bytes]:
+    def _names(self, keys: Keys, index: int) -> list[bytes]:
         """Redis keys of updater `index`, in order."""
         shared = shared_keys(keys) if index else {}
+        names: list[bytes] = []
         for entity, keys_k in keys.items():
             head = self._prefix + (_SHORT.get(entity) or b"e" + struct.pack("<I", table_id(entity)))
             head += b"%d:" % index if entity in shared else b":"
             data = keys_k.astype("<i8").tobytes()
-            yield from (head + data[at : at + 8] for at in range(0, len(data), 8))
+            names += [head + data[at : at + 8] for at in range(0, len(data), 8)]
+        return names
 
 
 def _field(partition: Partition) -> str:

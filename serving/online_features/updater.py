@@ -30,7 +30,6 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import EVENTS, Progress
-from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.ids import signed
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
@@ -113,7 +112,7 @@ def touched(counters: Counters, event: Event) -> Keys:
     seen = counters.seen_keys(event.event_id)
     if isinstance(event, Shown):
         counters.remember(event.item_ids, event.time_ms, event.fields)
-        return seen | counters.keys(event.user_id, event.item_ids, event.time_ms, event.fields, SHOWN)
+        return seen | counters.impression_keys(event.user_id, event.item_ids, event.time_ms, event.fields)
     keys = counters.engagement_keys(event.user_id, event.item_id, event.action, event.time_ms, event.fields)
     return seen | keys if keys else keys
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.errors import CheckpointError, SchemaError
-from roostream.online.counters import LISTS, Counters, merge_keys, shared_keys
+from roostream.online.counters import LISTS, Counters, StateReader, merge_keys, shared_keys
 from roostream.online.entity_fields import FieldReader, key_of, keys_of, shown_from_bytes, time_fields
-from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.counter_plan import plan_of
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
@@ -51,6 +50,7 @@ def test_declared_counters_equal_their_definitions(seed: int, number: int, later
 def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> None:
     events, reader = random_events(seed, 30), FieldReader(SCHEMA)
     uninterrupted, store = Counters(SCHEMA), dict[tuple[str, int], bytes | None]()
+    states = StateReader(SCHEMA)
     apply_events(uninterrupted, reader, events)
     for event in events:
         fresh = Counters(SCHEMA)
@@ -61,11 +61,9 @@ def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> No
     now_ms = events[-1].time_ms + cut * 60_000
     for request in request_lists(seed, now_ms):
         fields = reader.from_values(request.header, request.ro, request.nro, len(request.items))
-        fresh = Counters(SCHEMA)
-        load(fresh, fresh.keys(request.user, request.items, now_ms, fields), store)
-        (ro, nro), (ro2, nro2) = (
-            c.read(request.user, request.items, now_ms, fields) for c in (uninterrupted, fresh)
-        )
+        keys = states.keys(request.user, request.items, now_ms, fields)
+        ro, nro = uninterrupted.read(request.user, request.items, now_ms, fields)
+        ro2, nro2 = states.read(keys, [[store.get(name) for name in names(keys.stored)]])
         assert ro == ro2
         assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
@@ -80,22 +78,18 @@ def test_states_of_several_updaters_are_merged_to_those_of_one(seed: int, number
     events = [event for event in events if user_of(event)]
     events = list({event.time_ms: event for event in events}.values())
     single_updater, parts = Counters(SCHEMA), [Counters(SCHEMA) for _ in range(3)]
+    states = StateReader(SCHEMA)
     apply_events(single_updater, reader, events)
     for n, part in enumerate(parts):
         apply_events(part, reader, [event for event in events if user_of(event) % len(parts) == n])
     now_ms = T0 + 48 * HOUR + later
     for request in request_lists(seed, now_ms):
         fields = reader.from_values(request.header, request.ro, request.nro, len(request.items))
-        merged = Counters(SCHEMA)
-        keys = merged.keys(request.user, request.items, now_ms, fields)
+        keys = states.keys(request.user, request.items, now_ms, fields)
         own = parts[request.user % len(parts)]
-        merged.load(keys, own.dump(keys))
-        for part in parts:
-            if part is not own:
-                merged.merge(shared_keys(keys), part.dump(shared_keys(keys)))
-        (ro, nro), (ro2, nro2) = (
-            c.read(request.user, request.items, now_ms, fields) for c in (single_updater, merged)
-        )
+        others = [part.dump(shared_keys(keys.stored)) for part in parts if part is not own]
+        ro, nro = single_updater.read(request.user, request.items, now_ms, fields)
+        ro2, nro2 = states.read(keys, [own.dump(keys.stored), *others])
         assert ro2 == {n: pytest.approx(v) if isinstance(v, float) else v for n, v in ro.items()}
         for name, value_n in nro.items():
             np.testing.assert_allclose(nro2[name], value_n, rtol=1e-6, err_msg=name)
@@ -118,7 +112,7 @@ def touched_keys(
 ) -> dict[str, np.ndarray]:
     if isinstance(event, ShownList):
         fields = reader.from_values(event.header, event.ro, event.nro, len(event.items))
-        return merge_keys([counters.keys(event.user, event.items, event.time_ms, fields, SHOWN)])
+        return merge_keys([counters.impression_keys(event.user, event.items, event.time_ms, fields)])
     fields = reader.from_header(event.shown_list.header)
     load(counters, counters.list_keys(fields), store)
     return counters.engagement_keys(

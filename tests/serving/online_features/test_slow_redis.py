@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from roostream.errors import CheckpointError, RoostreamError, UnavailableError
-from roostream.online.counters import Counters, Keys
+from roostream.online.counters import Counters, Keys, StateReader
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
 from serving.errors import RequestError
@@ -136,13 +136,13 @@ def test_a_slow_redis_refuses_less_than_one_in_twenty_ranks(read_s: float) -> No
 def test_a_state_that_is_not_finite_reads_as_missing() -> None:
     counters = Counters(Schema())
     counters.apply_impression(7, [5, 6], T0)
-    keys = counters.keys(7, [5, 6], T0)
-    states = counters.dump(keys)
+    reader = StateReader(Schema())
+    keys = reader.keys(7, [5, 6], T0 + 1000)
+    states = counters.dump(keys.stored)
     width = (len(states[0] or b"") - 3) // 12
     row = np.full(width, np.inf).tobytes()
     damaged = (states[0] or b"")[: 3 + 4 * width] + row
-    counters.load(keys, [damaged, *states[1:]])
-    ro, nro = counters.read(7, [5, 6], T0 + 1000)
+    ro, nro = reader.read(keys, [[damaged, *states[1:]]])
     for column in nro.values():
         assert not np.isinf(column).any()
     assert np.isnan(nro["views_1h"][0]) and nro["views_1h"][1] > 0.9

@@ -18,7 +18,7 @@ from redis import ConnectionError, Redis
 from joiner.event_decoder import EventDecoder
 from joiner.outputs import Output
 from roostream.errors import CheckpointError, ConfigError, UnavailableError, WireError
-from roostream.online.counters import Counters
+from roostream.online.counters import Counters, StateReader
 from roostream.online.entity_fields import FieldReader
 from roostream.runtime import redis_client
 from roostream.runtime.backoff import Backoff
@@ -110,9 +110,10 @@ def features(counters: Counters, user_id: int) -> tuple[Any, Any]:
 def assert_equal(store: FeatureStore, records: list[Record]) -> None:
     expected = count_in_memory(records)
     for user in range(4):
-        got = Counters(Schema())
-        store.load(got, got.keys(user, ITEMS, NOW))
-        assert features(got, user) == features(expected, user)
+        reader = StateReader(Schema())
+        keys = reader.keys(user, ITEMS, NOW)
+        ro, nro = reader.read(keys, *store.read([keys.stored]))
+        assert (ro, {name: column.tobytes() for name, column in nro.items()}) == features(expected, user)
 
 
 def drain(updater: FeatureUpdater) -> int:
