@@ -36,6 +36,7 @@ log = logging.getLogger("roostream.serving.log")
 
 MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
+GATHER_S = 0.01  # between two steps, so that the thread seldom interrupts the scoring of requests
 STUCK_S = 2.0  # at a stop: heartbeats wait only so long for an acknowledgment
 
 WAIT_FOR_CLOCK_MS = 600_000
@@ -135,7 +136,7 @@ class LogSender:
         return not self._pending and self._next.sequence == self.log.end.sequence
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop` is set."""
+        """Run until `stop` is set. A record is sent at most about GATHER_S after it was appended."""
         while not stop.is_set():
             self.log.appended.clear()
             try:
@@ -145,6 +146,7 @@ class LogSender:
                     raise
             if self.idle:
                 self.log.appended.wait(IDLE_S)
+            stop.wait(GATHER_S)
 
     def step(self, stop: threading.Event | None = None) -> None:
         """Send what fits, process acknowledgments. Waits about POLL_S at most, or as the backoff says."""

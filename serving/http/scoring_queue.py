@@ -4,10 +4,11 @@ No request waits for others: while nothing is being scored, a request is scored 
 with the load only, and the fixed cost of a pass is shared by the requests that arrived during the previous
 one.
 
-A short pass runs in the event loop's own thread, since switching threads would cost more than the loop gains.
-It takes up to LOOP_S of work, as estimated from recent passes, and the loop gets a turn before the next pass;
-several turns while connections arrive, because uvloop accepts one per turn. A longer pass runs in the scoring
-thread; so do all passes if they may wait for a shard.
+If all that waits takes up to LOOP_S, as estimated from recent passes, the pass runs in the event loop's own
+thread, since switching threads would cost more than the loop gains. The loop gets a turn before the next
+pass; several turns while connections arrive, because uvloop accepts one per turn. If more waits, it is scored
+in one pass in the scoring thread: several small passes in the loop would cost more. So are all passes if they
+may wait for a shard.
 
 A pass reads online features from Redis in one round trip, which the estimate includes: while Redis is slow,
 passes run in the thread. A read that becomes slow suddenly holds the loop once, up to its limit of 50 ms.
@@ -130,16 +131,17 @@ class ScoringQueue:
         read its other input."""
         if self._is_busy or self._is_due or not self._waiting:
             return
-        if self._fits_in_loop(self._waiting[0]):
+        if self._fits_in_loop():
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._run_in_loop)
-        elif batch := self._take_batch(in_loop=False):
+        elif batch := self._take_batch():
             self._is_busy = True
             self.executor.submit(self._run_in_thread, batch, asyncio.get_running_loop())
 
-    def _fits_in_loop(self, queued: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
-        """Whether the request can be scored in the loop, after this many others of its pass."""
-        expected_s = self.pass_time.expected_s(num_requests + 1, num_candidates + queued.num_candidates)
+    def _fits_in_loop(self) -> bool:
+        """Whether all waiting requests can be scored in the loop."""
+        candidates = sum(queued.num_candidates for queued in self._waiting)
+        expected_s = self.pass_time.expected_s(len(self._waiting), candidates)
         return expected_s <= LOOP_S and not self.row_reads_wait
 
     def _run_in_thread(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
@@ -148,12 +150,12 @@ class ScoringQueue:
         loop.call_soon_threadsafe(self._deliver, batch, outcomes, took_s)
 
     def _run_in_loop(self) -> None:
-        """In the event loop, for as many requests as fit; the others wait for the next turn."""
+        """In the event loop, unless more requests have come meanwhile than fit."""
         if self._connections_changing():
             asyncio.get_running_loop().call_soon(self._run_in_loop)
             return
         self._is_due = False
-        if batch := self._take_batch(in_loop=True):
+        if self._fits_in_loop() and (batch := self._take_batch()):
             self._deliver(batch, *self._rank_batch(batch))
         else:
             self._start_pass()
@@ -175,7 +177,7 @@ class ScoringQueue:
             outcomes = [error] * len(batch)
         return outcomes, timer.read_s()
 
-    def _take_batch(self, in_loop: bool) -> list[_QueuedRank]:
+    def _take_batch(self) -> list[_QueuedRank]:
         """Take the requests of one pass from the front of the queue, without those whose deadline has
         passed."""
         batch: list[_QueuedRank] = []
@@ -184,8 +186,6 @@ class ScoringQueue:
             first = self._waiting[0]
             if not first.outcome.done():
                 if batch and candidates + first.num_candidates > self.max_candidates:
-                    break
-                if in_loop and not self._fits_in_loop(first, len(batch), candidates):
                     break
                 candidates += first.num_candidates
                 batch.append(first)

@@ -222,11 +222,25 @@ def test_a_short_pass_runs_in_the_event_loop() -> None:
     ]
 
 
-def test_a_pass_in_the_event_loop_is_bounded_in_time() -> None:
+def test_more_than_fits_into_the_event_loop_is_scored_in_one_pass_in_the_thread() -> None:
     seen = score_groups(["a", "bc", "d"], TimedRankService(), unit_s=LOOP_S / 1.5)
-    assert seen[:2] == [(["a"], True), (["b"], True)] and ["b", "c"] not in [group for group, _ in seen]
+    assert seen == [(["a"], True), (["b", "c"], False), (["d"], True)]
     assert score_groups(["abc"], TimedRankService(), limits=(2, 100), unit_s=1e-6)[0] == (["a", "b"], True)
     assert score_groups(["abc"], TimedRankService(), limits=(9, 4), unit_s=1e-6)[0] == (["a", "b"], True)
+
+
+def test_a_request_that_comes_before_the_pass_in_the_event_loop_moves_it_to_the_thread() -> None:
+    rank_service = TimedRankService()
+
+    async def main() -> None:
+        queue = ScoringQueue(executor, rank_service, AdmissionGate(100), 16, 100)
+        await queue.score(request("first"), 0)
+        queue.pass_time.unit_s = LOOP_S / 1.5
+        await asyncio.gather(queue.score(request("a"), 0), queue.score(request("b"), 0))
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(main())
+    assert rank_service.seen[1:] == [(["a", "b"], False)]
 
 
 def test_the_event_loop_runs_between_two_passes() -> None:
