@@ -80,31 +80,48 @@ def _register(x: np.ndarray, place_3: np.ndarray) -> np.ndarray:
 
 @kernel
 def _linear(a_IK: np.ndarray, weight_KJ: np.ndarray, mode: int, out_IJ: np.ndarray) -> None:
-    """Four rows at a time; the last row of the weights is the bias."""
+    """Four rows and twice LANES columns at a time, so that eight sums are independent of each other; the last
+    row of the weights is the bias."""
     rows, inner, columns = a_IK.shape[0], a_IK.shape[1], out_IJ.shape[1]
-    for j in range(0, columns, LANES):
-        left = columns - j
-        bias = load(weight_KJ, inner, j, left, np.float32(0))
+    zero = np.float32(0)
+    for j in range(0, columns, 2 * LANES):
+        next_j = j + LANES
+        left, next_left = columns - j, columns - next_j  # of the second lanes perhaps none
+        bias, next_bias = (
+            load(weight_KJ, inner, j, left, zero),
+            load(weight_KJ, inner, next_j, next_left, zero),
+        )
         i = 0
         while i + 4 <= rows:
             s0 = s1 = s2 = s3 = bias
+            t0 = t1 = t2 = t3 = next_bias
             for k in range(inner):
-                b = load(weight_KJ, k, j, left, np.float32(0))
-                s0 = fused(spread(b, a_IK[i, k]), b, s0)
-                s1 = fused(spread(b, a_IK[i + 1, k]), b, s1)
-                s2 = fused(spread(b, a_IK[i + 2, k]), b, s2)
-                s3 = fused(spread(b, a_IK[i + 3, k]), b, s3)
+                b, c = load(weight_KJ, k, j, left, zero), load(weight_KJ, k, next_j, next_left, zero)
+                a = spread(b, a_IK[i, k])
+                s0, t0 = fused(a, b, s0), fused(a, c, t0)
+                a = spread(b, a_IK[i + 1, k])
+                s1, t1 = fused(a, b, s1), fused(a, c, t1)
+                a = spread(b, a_IK[i + 2, k])
+                s2, t2 = fused(a, b, s2), fused(a, c, t2)
+                a = spread(b, a_IK[i + 3, k])
+                s3, t3 = fused(a, b, s3), fused(a, c, t3)
             _write(out_IJ, i, j, left, mode, s0)
             _write(out_IJ, i + 1, j, left, mode, s1)
             _write(out_IJ, i + 2, j, left, mode, s2)
             _write(out_IJ, i + 3, j, left, mode, s3)
+            _write(out_IJ, i, next_j, next_left, mode, t0)
+            _write(out_IJ, i + 1, next_j, next_left, mode, t1)
+            _write(out_IJ, i + 2, next_j, next_left, mode, t2)
+            _write(out_IJ, i + 3, next_j, next_left, mode, t3)
             i += 4
         while i < rows:
-            s0 = bias
+            s0, t0 = bias, next_bias
             for k in range(inner):
-                b = load(weight_KJ, k, j, left, np.float32(0))
-                s0 = fused(spread(b, a_IK[i, k]), b, s0)
+                b, c = load(weight_KJ, k, j, left, zero), load(weight_KJ, k, next_j, next_left, zero)
+                a = spread(b, a_IK[i, k])
+                s0, t0 = fused(a, b, s0), fused(a, c, t0)
             _write(out_IJ, i, j, left, mode, s0)
+            _write(out_IJ, i, next_j, next_left, mode, t0)
             i += 1
 
 
