@@ -243,6 +243,16 @@ def test_a_request_that_comes_before_the_pass_in_the_event_loop_moves_it_to_the_
     assert rank_service.seen[1:] == [(["a", "b"], False)]
 
 
+class ShortPasses(PassTimeEstimate):
+    """Expects every pass to be short, however long the machine delays it."""
+
+    def __init__(self) -> None:
+        self.unit_s = 1e-6
+
+    def record(self, seconds: float, num_requests: int, num_candidates: int) -> None:
+        pass
+
+
 def test_the_event_loop_runs_between_two_passes() -> None:
     rank_service, turns = TimedRankService(), list[int]()
 
@@ -253,8 +263,8 @@ def test_the_event_loop_runs_between_two_passes() -> None:
 
     async def main() -> None:
         queue = ScoringQueue(executor, rank_service, AdmissionGate(100), 1, 100)
+        queue.pass_time = ShortPasses()
         await queue.score(request("first"), 0)
-        queue.pass_time.unit_s = 1e-6
         await asyncio.gather(beside(), *(queue.score(request(n), 0) for n in "abc"))
 
     with ThreadPoolExecutor(1) as executor:
