@@ -139,7 +139,8 @@ def workloads(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
 
 def kafka_pods(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
     """The pods that Strimzi creates from `Kafka` and its pools, with the names of their containers. What a
-    template leaves out is Strimzi's default, which sets no security context (its provider `baseline`)."""
+    template leaves out is the default of Strimzi's provider `baseline`: the group of the volumes, and no
+    security context of a container. test_strimzi.py compares these pods with those of Strimzi's operator."""
     for kafka in of_kind(objects, "Kafka"):
         cluster, spec = {"strimzi.io/cluster": kafka["metadata"]["name"]}, kafka["spec"]
         for pool in of_kind(objects, "KafkaNodePool"):
@@ -148,7 +149,10 @@ def kafka_pods(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
             resources = {"resources": pool["spec"].get("resources", {})}
             containers = [{"name": "kafka", **template.get("kafkaContainer", {}), **resources}]
             first = [{"name": "kafka-init", **template.get("initContainer", {}), **resources}]
-            pod = {"containers": containers, "initContainers": first if "rack" in spec["kafka"] else []}
+            reads_zone = "rack" in spec["kafka"] and "broker" in pool["spec"]["roles"]
+            pod = {"containers": containers, "initContainers": first if reads_zone else []}
+            if any(v["type"] == "persistent-claim" for v in pool["spec"]["storage"]["volumes"]):
+                pod["securityContext"] = {"fsGroup": 0}
             labels = cluster | {"strimzi.io/kind": "Kafka", "strimzi.io/pool-name": name}
             yield Workload("Kafka", name, pool["spec"], pod | template.get("pod", {}), labels)
         if (operator := spec.get("entityOperator")) is not None:
