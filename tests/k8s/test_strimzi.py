@@ -1,8 +1,9 @@
-"""Strimzi's operator, built from its sources, creates the pods that `kafka_pods` describes, and the API server
-admits them. No container runs, so no broker answers: Strimzi's own class makes the entity operator's Deployment.
+"""Strimzi's operator, built from its sources, creates the pods that `kafka_pods` describes, and the API
+server admits them. No container runs, so no broker answers, and the operator does not get as far as the
+entity operator: its own class makes that Deployment.
 
-STRIMZI_OPERATOR names the folder of the sources in which `mvn package` has run, JAVA_HOME a JDK of 21 or later.
-The operator needs the port 8080 of this machine."""
+STRIMZI_OPERATOR names the folder of the sources in which `mvn package` has run, JAVA_HOME a JDK of 21 or
+later. The operator needs port 8080 of this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +23,13 @@ from tests.k8s.manifests import build_overlay, find_object, kafka_pods, of_kind
 from tests.k8s.policy import with_limits
 from tests.k8s.test_api_server import Objects, in_namespace
 
-STRIMZI = Path(os.environ.get("STRIMZI_OPERATOR", ""))
+SOURCES = os.environ.get("STRIMZI_OPERATOR", "")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        STRIMZI == Path(), reason="STRIMZI_OPERATOR names no folder of Strimzi's built sources"
-    ),
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not SOURCES, reason="STRIMZI_OPERATOR names no folder of Strimzi's built sources"),
 ]
+SECONDS = 300
 OWN_KINDS = ("Namespace", "ConfigMap", "Kafka", "KafkaNodePool", "KafkaTopic", "KafkaUser")
 
 
@@ -43,14 +43,14 @@ class Operator:
 
 @pytest.fixture(scope="module")
 def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    install = STRIMZI / "install" / "cluster-operator"
+    install = Path(SOURCES) / "install" / "cluster-operator"
     (file,) = install.glob("*-Deployment-strimzi-cluster-operator.yaml")
     (container,) = yaml.safe_load(file.read_text(encoding="utf-8"))["spec"]["template"]["spec"]["containers"]
     variables = {v["name"]: v["value"] for v in container["env"] if "value" in v}
     variables |= {"STRIMZI_NAMESPACE": "*", "STRIMZI_OPERATOR_NAMESPACE": "default"}
     variables |= {"STRIMZI_LEADER_ELECTION_ENABLED": "false", "STRIMZI_OPERATION_TIMEOUT_MS": "10000"}
     java = os.path.join(os.environ.get("JAVA_HOME", "/usr"), "bin", "java")
-    target = STRIMZI / "cluster-operator" / "target"
+    target = Path(SOURCES) / "cluster-operator" / "target"
     with ApiServer(tmp_path_factory.mktemp("server")) as server:
         server.kubectl(
             "apply", "--server-side", *(a for path in install.glob("*-Crd-*.yaml") for a in ("-f", str(path)))
@@ -76,9 +76,7 @@ def apply(server: ApiServer, overlay: str) -> Objects:
 def compared(pod: dict[str, Any]) -> dict[str, Any]:
     """What the rules of policy.py read, of the containers by name."""
     parts = {
-        part: {
-            c["name"]: (c.get("securityContext", {}), c.get("resources", {})) for c in pod.get(part) or ()
-        }
+        part: {c["name"]: (c.get("securityContext", {}), c.get("resources", {})) for c in pod.get(part) or ()}
         for part in ("containers", "initContainers")
     }
     anti_affinity = pod.get("affinity", {}).get("podAntiAffinity", {})
@@ -98,10 +96,15 @@ def test_strimzi_creates_the_described_pods_without_warnings(
         return list(kafka.get("status", {}).get("conditions", ()))
 
     server.until(
-        lambda: len(server.get("pods", "-n", namespace)) == sum(pools.values()), "all pods are admitted", 180
+        lambda: len(server.get("pods", "-n", namespace)) == sum(pools.values()),
+        "all pods are admitted",
+        SECONDS,
     )
-    server.until(lambda: any(c.get("reason") != "Creating" for c in conditions()), "Kafka has a status", 180)
-    assert [c["reason"] for c in conditions()] == ["StrimziTimeoutException"], "no pod becomes ready here"
+    # The operator gives up, because no pod becomes ready here; then the status has its warnings.
+    server.until(
+        lambda: any(c.get("reason") != "Creating" for c in conditions()), "Kafka has a status", SECONDS
+    )
+    assert [c for c in conditions() if c["type"] == "Warning"] == []
 
     described = {w.name: w for w in kafka_pods(objects)}
     for pod in server.get("pods", "-n", namespace):
@@ -113,7 +116,7 @@ def test_strimzi_creates_the_described_pods_without_warnings(
     kafka, made = tmp_path / "kafka.json", tmp_path / "deployment.json"
     kafka.write_text(json.dumps(find_object(objects, "Kafka", "roostream")), encoding="utf-8")
     program = Path(__file__).with_name("EntityOperatorDeployment.java")
-    subprocess.run((*operator.command, str(program), str(kafka), str(made)), check=True, timeout=180)
+    subprocess.run((*operator.command, str(program), str(kafka), str(made)), check=True, timeout=SECONDS)
     deployment = json.loads(made.read_text(encoding="utf-8"))
     deployment["metadata"].pop("ownerReferences")
     completed = server.apply((deployment,))
