@@ -87,7 +87,7 @@ def _run_parallel(*steps: Callable[[], None]) -> None:
 
 
 def digest(paths: Iterable[Path], *words: str) -> str:
-    """A hash of file names, file contents and words."""
+    """A hash of the names and contents of files, and of further strings."""
     hasher = hashlib.sha256()
     for path in sorted(paths):
         hasher.update(str(path.name).encode() + b"\0" + path.read_bytes())

@@ -76,7 +76,7 @@ class CheckpointStore(Protocol):
         """Names directly below `prefix/`, sorted; never unfinished objects."""
 
     def delete(self, name: str) -> None:
-        """Idempotent."""
+        """Delete an object. A name that does not exist is no error."""
 
     def sweep(self) -> None:
         """Delete what writers that were killed have left unfinished. Writes in progress are left alone."""

@@ -416,5 +416,5 @@ def _values(states: Sequence[StoredState]) -> list[Any]:
 
 
 def _literal(prefix: bytes) -> bytes:
-    """Escape glob characters of Redis."""
+    """A glob pattern of Redis that matches exactly this prefix."""
     return b"".join(b"\\" + bytes((c,)) if c in b"*?[]^-\\" else bytes((c,)) for c in prefix)

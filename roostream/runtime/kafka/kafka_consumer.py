@@ -172,8 +172,9 @@ class KafkaConsumer:
         what: str = "Kafka",
         reopen: Callable[[], Consumer] | None = None,
     ) -> None:
-        """`consumer` must report ends of partitions and offsets that are gone, as the one of `open` does.
-        `what` names the broker in messages. `reopen`: a new client in place of `consumer`."""
+        """`consumer` must be configured as `open` does it: it reports when it reaches the end of a partition,
+        and when the broker no longer has an offset. `what` names the broker in messages. `reopen` returns a
+        new client, which takes the place of `consumer`."""
         self.options, self.partitions, self.what = options, options.partitions, what
         self._reopen, self._is_assigned = reopen, False
         self._lost = dict.fromkeys(options.partitions, 0)
