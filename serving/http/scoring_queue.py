@@ -139,7 +139,7 @@ class ScoringQueue:
             self.executor.submit(self._run_in_thread, batch, asyncio.get_running_loop())
 
     def _fits_in_loop(self) -> bool:
-        """Whether scoring all waiting requests is expected to take at most LOOP_S, without a wait for a shard."""
+        """Whether all waiting requests can be scored within LOOP_S, without a wait for a shard."""
         candidates = sum(queued.num_candidates for queued in self._waiting)
         expected_s = self.pass_time.expected_s(len(self._waiting), candidates)
         return expected_s <= LOOP_S and not self.row_reads_wait
