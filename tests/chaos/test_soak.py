@@ -11,9 +11,12 @@ too.
 SOAK_STORE=bucket: commits go to an object store that answers 503 for a twelfth of the run (ten minutes of two
 hours) and transfers 1 MB/s for a tenth of it. Finally shard 1 loses its disk and is restored from this store.
 
-SOAK_KILL_EVERY_S=120: the mean time between two kills. The report has the slope of a program's memory for
-processes older than 15 minutes, so it needs rare kills. Caches still fill at that age, so a positive slope
-need not be a leak; the test compares thirds of the run.
+SOAK_KILL_EVERY_S=120: the mean time between two kills. The report has the slope of a program's memory in the
+second half of the run, for processes older than 15 minutes, so it needs rare kills and an hour or more: the
+tables of users take half an hour to fill. The test itself compares thirds of the run.
+
+SOAK_ITEM_LIFE_S=86400: the mean life of an item (half an hour by default). Every new item adds rows until old
+ones expire, so a run that measures slopes keeps its items.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ SEED = int(os.environ.get("SOAK_SEED", "1"))
 SERVING = int(os.environ.get("SOAK_SERVING", "1"))
 BUCKET = os.environ.get("SOAK_STORE") == "bucket"
 KILL_EVERY_S = float(os.environ.get("SOAK_KILL_EVERY_S", "10"))
+ITEM_LIFE_S = float(os.environ.get("SOAK_ITEM_LIFE_S", "1800"))
 MORE_FILES = 32
 """Allowed growth over the second third: connections come and go, also after kills of Kafka or Redis."""
 MEASURE_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 30.0, 180.0, 20.0
@@ -98,7 +102,8 @@ class Faults:
         self.rng, self.began_s = random.Random(SEED), time.monotonic()
         self.memory: dict[str, list[tuple[float, int]]] = {}
         self.settled: dict[str, dict[int, list[tuple[float, int]]]] = {}
-        """Program → process id → (time, resident bytes) while the process was older than `SETTLED_S`."""
+        """Program → process id → (time, resident bytes) in the second half of the run, while the process was
+        older than `SETTLED_S`."""
         self.files: dict[str, list[tuple[float, int]]] = {}
         self.victims = [v for v in (*VICTIMS, "serving-1") if v in stack.expand(["all"])]
         self.kills: list[tuple[float, str]] = []
@@ -136,7 +141,7 @@ class Faults:
                     sample = (now_s, process.memory_info().rss)
                     self.memory.setdefault(name, []).append(sample)
                     self.files.setdefault(name, []).append((now_s, process.num_fds()))
-                    if age_s >= SETTLED_S:
+                    if age_s >= SETTLED_S and now_s >= SECONDS / 2:
                         self.settled.setdefault(name, {}).setdefault(pid, []).append(sample)
         if path := os.environ.get("SOAK_REPORT"):
             Path(path).write_text(json.dumps(self.report(), indent=1))
@@ -262,7 +267,8 @@ def test_nothing_is_lost_and_memory_is_flat_under_random_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dataclasses.replace(quick_options(), serving_processes=SERVING)
-    options.overrides["simulate"]["rate"] = 40.0  # type: ignore[index]
+    simulated = {"rate": 40.0, "item_life_ms": round(ITEM_LIFE_S * 1000)}
+    options.overrides["simulate"] = simulated  # type: ignore[index]
     # Keep the ids of ten minutes instead of an hour, so that bounded memory is full before slopes are
     # measured.
     options.overrides["worker"]["dedupe_horizon_ms"] = 600_000  # type: ignore[index]
