@@ -40,6 +40,7 @@ POLL_S = 1.0
 _READ_GAUGES_EVERY_S = 5.0  # Flink's own are up to 10 s old
 _COUNT_LOSSES_EVERY_S = 10.0
 _RECOVERY_S = 60.0  # a job manager with high availability recovers its jobs within this time
+_SETTLE_S = 10.0  # a job that has run for this long since its last failure is ready
 _MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
 # Flink's words for state of an operator the job does not have
 _FOREIGN_STATE = "Cannot map checkpoint/savepoint state"
@@ -152,6 +153,7 @@ class _Watcher:
         self.recovery_s, self.clock = recovery_s, clock
         self._event_time, self._stands_still = EventTimeProgress(clock), ""
         self._logged_state, self._unknown_since_s = "", 0.0
+        self._failure, self._failed_at_s = "", -_SETTLE_S
         self._read_gauges_at_s, self._count_losses_at_s = clock.monotonic_s(), 0.0
 
     def poll(self) -> str:
@@ -160,15 +162,20 @@ class _Watcher:
         if self._is_recovering(state):
             return "the job manager has not recovered the job yet"
         self._check_runs(state)
+        if failing := state in ("RESTARTING", "FAILING"):
+            self._failure, self._failed_at_s = self.job.rest.failure(self.job.id), self.clock.monotonic_s()
         if state != self._logged_state:
-            failing = state in ("RESTARTING", "FAILING")
-            log.info("the job is %s%s", state, f" ({self.job.rest.failure(self.job.id)})" if failing else "")
+            log.info("the job is %s%s", state, f" ({self._failure})" if failing else "")
             self._logged_state = state
         self.metrics.running.set(state == "RUNNING")
         if state != "INITIALIZING":  # such a job has no numbers yet: Flink refuses, and logs, the questions
             self._export_gauges()
         self._count_losses()
-        return self._stands_still if state == "RUNNING" else f"the job is {state}"
+        if state != "RUNNING":
+            return f"the job is {state}"
+        if (failed_s := self.clock.monotonic_s() - self._failed_at_s) < _SETTLE_S:
+            return f"the job failed {failed_s:.0f} s ago: {self._failure}"
+        return self._stands_still
 
     def _wait_for(self, call: Callable[[], T]) -> T:
         def ask() -> T:

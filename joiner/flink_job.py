@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pyflink.common import Configuration, Types, WatermarkStrategy
@@ -124,11 +124,12 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         counter.inc()
 
 
-def build(config: JoinerConfig) -> StreamExecutionEnvironment:
-    """An execution environment that contains the complete job."""
+def build(config: JoinerConfig, topics: Mapping[str, str]) -> StreamExecutionEnvironment:
+    """An execution environment that contains the complete job. `topics`: full name of each event topic → the
+    broker's topic id."""
     env = _environment(config)
     impressions, engagements = (_source(env, config, topic) for topic in range(len(EVENTS)))
-    events = _by_key(config, impressions.union(engagements))
+    events = _by_key(config, impressions.union(engagements), topics)
     joined = events.process(JoinFunction(config), output_type=_ENVELOPE)
     joined.name("join").uid(UID).sink_to(_sink(config)).name("write").uid("write")
     return env
@@ -210,12 +211,12 @@ def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -
     return DataStream(events).uid(f"event-time-{EVENTS[topic]}").set_parallelism(parallelism)
 
 
-def _by_key(config: JoinerConfig, events: DataStream) -> KeyedStream:
+def _by_key(config: JoinerConfig, events: DataStream, topics: Mapping[str, str]) -> KeyedStream:
     """Key by field 0, the record's key. `DataStream.key_by` would add a second Python operator."""
     java = get_gateway().jvm
     selector, key_type = java.KeyByKeySelector(), Types.ROW([Types.LONG()]).get_java_type_info()
     keyed = events._j_data_stream.keyBy(selector, key_type)  # noqa: SLF001
-    keeper = java.roostream.WatermarkKeeper(config.rules.text)
+    keeper = java.roostream.WatermarkKeeper(config.rules.text, json.dumps(topics, sort_keys=True))
     kept = keyed.transform("watermark", keyed.getType(), keeper).uid("watermark")
     utils = java.org.apache.flink.streaming.api.datastream.DataStreamUtils
     return KeyedStream(utils.reinterpretAsKeyedStream(kept, selector, key_type), _ENVELOPE, events)
@@ -247,7 +248,12 @@ def main() -> None:
     )
     parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
     settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
-    build(from_dict(JoinerConfig, settings)).execute(JOB_NAME)
+    config = from_dict(JoinerConfig, settings)
+    build(config, _event_topics(config)).execute(JOB_NAME)
+
+
+def _event_topics(config: JoinerConfig) -> dict[str, str]:
+    return wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions)
 
 
 def application_config(arguments: list[str]) -> JoinerConfig:
@@ -274,8 +280,8 @@ def application_main() -> None:
     try:
         config = application_config(sys.argv[1:])
         register(open_checkpoint_store(config.store), load_schema(config.schema))
-        wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions)
-        job = build(config)
+        wait_for_topics(config.broker, config.prefix, OUTPUTS, config.partitions)
+        job = build(config, _event_topics(config))
     except RoostreamError as error:
         print(f"error: joiner: {error}", file=sys.stderr)
         sys.exit(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 import xxhash
@@ -18,7 +19,7 @@ from joiner.event_decoder import Event, EventDecoder, TimeMark
 from joiner.join import Join, StepResult
 from joiner.outputs import Output
 from joiner.state import END, GONE, PHASES, Engagement, Impression, MemoryState, decode, encode
-from roostream.errors import CheckpointError, OtherVersionError
+from roostream.errors import CheckpointError, ConfigError, OtherVersionError
 from roostream.runtime.event_time import START, SteppedEventTime
 from roostream.runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
 from roostream.schema.schema import Registry, Schema
@@ -117,13 +118,21 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
     partitions: list[tuple[str, int, int, PartitionTime]]  # topic, number, next offset, event time
     states: dict[bytes, bytes]
     rules: str = ""  # `Rules.text`; empty in snapshots that were written before it was kept
+    topics: dict[str, str] = {}  # name → the broker's topic id; empty in older snapshots and in replays
 
 
 class LocalEngine:
     """Not thread-safe."""
 
-    def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
-        self.decoder = EventDecoder(registry, schema.limits)
+    def __init__(
+        self,
+        config: JoinerConfig,
+        schema: Schema,
+        registry: Registry,
+        topics: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`topics`: full name of an event topic → the broker's topic id; {} = of no broker."""
+        self.decoder, self._topics = EventDecoder(registry, schema.limits), dict(topics)
         self.join, self._rules = Join(config.rules, registry, schema.limits), config.rules.text
         self.rules_changed = False  # the restored snapshot was written under other rules
         self.partitions = all_partitions(EVENTS, config.partitions)
@@ -213,7 +222,7 @@ class LocalEngine:
         """A checksum, then the state with the offsets of exactly the records it includes."""
         partitions = [(t, p, self.next_offsets.get((t, p), 0), time) for (t, p), time in self._times.items()]
         states = {key: encode(state) for key, state in self._states.items()}
-        snapshot = EngineSnapshot(self._watermark_ms, partitions, states, self._rules)
+        snapshot = EngineSnapshot(self._watermark_ms, partitions, states, self._rules, self._topics)
         body = msgspec.msgpack.encode((_FORMAT, snapshot))
         return xxhash.xxh3_64_digest(body) + body
 
@@ -223,6 +232,8 @@ class LocalEngine:
         Raises:
             CheckpointError: the snapshot is damaged; the engine is unchanged.
             OtherVersionError: it has another format; the engine is unchanged.
+            ConfigError: its offsets are of another cluster, or of topics that were deleted since; the engine
+            is unchanged.
         """
         try:
             if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
@@ -234,6 +245,12 @@ class LocalEngine:
             snapshot = msgspec.msgpack.decode(body, type=EngineSnapshot)
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"the snapshot can't be decoded: {error}") from None
+        if self._topics and snapshot.topics and snapshot.topics != self._topics:
+            raise ConfigError(
+                f"the snapshot's offsets are of the topics {snapshot.topics}, got {self._topics}: they were "
+                "created again, or this is another cluster. Restore the old broker's data, or remove the "
+                "snapshots to join all records of the present topics"
+            )
         self.rules_changed = bool(snapshot.rules) and snapshot.rules != self._rules
         if self.rules_changed:
             log.warning(

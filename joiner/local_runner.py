@@ -105,6 +105,7 @@ class SnapshotStore:
         Raises:
             CheckpointError: there are snapshots, but none is readable.
             OtherVersionError: another version wrote the newest one.
+            ConfigError: its offsets are of other topics.
         """
         names = self.names()
         for name in reversed(names):

@@ -77,8 +77,10 @@ def run_local(
     from joiner.local_engine import LocalEngine
     from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
 
-    wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
-    engine = LocalEngine(config, schema, open_registry(open_checkpoint_store(config.store), own=schema))
+    wait_for_topics(config.broker, config.prefix, OUTPUTS, config.partitions, stop)
+    topics = wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
+    registry = open_registry(open_checkpoint_store(config.store), own=schema)
+    engine = LocalEngine(config, schema, registry, topics)
     options = ConsumerOptions(
         partitions=engine.partitions, prefix=config.prefix, skip_lost_records=config.skip_lost
     )

@@ -19,28 +19,39 @@ import org.apache.flink.types.Row;
  * it before the first record after a restore.
  *
  * <p>It also passes large steps of the watermark on in slices (WatermarkSlices), stores the join's rules, and reports when a job
- * continues the state of a job with other rules. For the join, which has no operator state in Python, it stores how many requests
- * the subtask holds (RequestCounts).
+ * continues the state of a job with other rules. It stores the ids of the event topics, and refuses state whose offsets are of other
+ * topics. For the join, which has no operator state in Python, it stores how many requests the subtask holds (RequestCounts).
  */
 public final class WatermarkKeeper extends AbstractStreamOperator<Row> implements OneInputStreamOperator<Row, Row> {
-    private static final long serialVersionUID = 3L;
+    private static final long serialVersionUID = 4L;
     private final String rules;
+    private final String topics;
     private transient ListState<Long> storedWatermark;
     private transient ListState<String> storedRules;
+    private transient ListState<String> storedTopics;
     private transient ListState<long[]> storedCounts;
     private transient RequestCounts counts;
     private transient WatermarkSlices slices;
     private transient boolean isRestoredEmitted;
     private transient boolean isScheduled;
 
-    /** The rules are only compared and logged. */
-    public WatermarkKeeper(String rules) {
+    /** The rules are only compared and logged. `topics` contains the name and the id of each event topic. */
+    public WatermarkKeeper(String rules, String topics) {
         this.rules = rules;
+        this.topics = topics;
     }
 
     @Override
     public void initializeState(StateInitializationContext context) throws Exception {
         super.initializeState(context);
+        storedTopics = context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("topics", String.class));
+        for (String before : storedTopics.get()) { // none in state of an older version
+            if (!before.equals(topics)) {
+                throw new IllegalStateException("the restored offsets are of the topics " + before + ", got " + topics
+                    + ": they were created again, or this is another cluster. Restore the old broker's data, or start a job without "
+                    + "this restore point to join all records of the present topics");
+            }
+        }
         // Union state: every subtask needs the watermark after a change of parallelism. Because barriers are aligned, each subtask
         // has received every watermark that another one has emitted a part of, so the largest is right for all of them.
         storedWatermark =
@@ -80,6 +91,7 @@ public final class WatermarkKeeper extends AbstractStreamOperator<Row> implement
         super.snapshotState(context);
         storedWatermark.update(List.of(slices.emittedMs()));
         storedRules.update(List.of(rules));
+        storedTopics.update(List.of(topics));
         storedCounts.update(List.of(counts.toArray()));
     }
 

@@ -308,6 +308,31 @@ def test_a_job_that_has_no_numbers_yet_is_not_asked_for_them(
     assert registry.get_sample_value("roostream_joiner_job_restarts") == (3.0 if is_asked else 0.0)
 
 
+def test_a_job_that_fails_again_and_again_is_never_ready(
+    flink: FakeFlink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two failures, Flink calls such a job RUNNING."""
+    monkeypatch.setattr(flink_client, "POLL_S", 0.01)
+    stop, clock, reasons = Stop(), FakeClock(), list[str]()
+    flink.answers[f"/jobs/{JOB}"] = {"state": "RESTARTING"}
+    trace = {"exceptionHistory": {"entries": [{"stacktrace": "java.lang.IllegalStateException: no topic"}]}}
+    flink.answers[f"/jobs/{JOB}/exceptions?maxExceptions=1"] = trace
+
+    class Recorded(Health):
+        def turned(self, missing: str = "") -> None:
+            reasons.append(missing)
+            flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
+            clock.advance(6)
+            if len(reasons) == 3:
+                stop.set()
+
+    job, meters = flink_client.FlinkJob(FlinkRest(flink.url), JOB), JoinerMetrics(CollectorRegistry())
+    flink_client.watch(job, meters, Recorded(60), stop, clock=clock)
+    assert reasons[0] == "the job is RESTARTING"
+    assert "6 s ago" in reasons[1] and "no topic" in reasons[1]
+    assert reasons[2] == "", "it has run for a while"
+
+
 def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFlink) -> None:
     metrics, stop, health = f"/jobs/{JOB}/vertices/s/subtasks/metrics", Stop(), Health(60)
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING", "vertices": [{"id": "s", "name": "Source: x"}]}

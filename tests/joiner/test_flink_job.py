@@ -19,7 +19,7 @@ SCHEMA = ROOT / "examples" / "shop" / "shop.toml"
 BUILD = """
 from joiner.config import JoinerConfig
 from joiner.flink_job import build
-build(JoinerConfig(window_ms=1_000))
+build(JoinerConfig(window_ms=1_000), {})
 """
 
 
@@ -49,8 +49,9 @@ def test_the_program_in_a_job_manager_does_not_wait_for_the_job(
     (tmp_path / "joiner.toml").write_text(settings, encoding="utf-8")
     submitted: list[str] = []
     monkeypatch.setattr(flink_job, "register", lambda store, schema: None)
-    monkeypatch.setattr(flink_job, "wait_for_topics", lambda *arguments: None)
-    monkeypatch.setattr(flink_job, "build", lambda config: SimpleNamespace(execute_async=submitted.append))
+    monkeypatch.setattr(flink_job, "wait_for_topics", lambda *arguments: {})
+    job = SimpleNamespace(execute_async=submitted.append)
+    monkeypatch.setattr(flink_job, "build", lambda config, topics: job)
     monkeypatch.setattr(sys, "argv", ["joiner_job.py", "--config", f"{tmp_path}/joiner.toml"])
     flink_job.application_main()
     assert submitted == [JOB_NAME]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ import xxhash
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine, PartitionTime, Watermarks
 from joiner.outputs import Output
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.event_time import START
 from roostream.schema.ids import key_bytes
 from roostream.wire import roo_pb2 as pb
@@ -26,8 +27,8 @@ from tests.joiner.oracle import join_all
 CONFIG = JoinerConfig(**generated.SETTINGS)  # type: ignore[arg-type]
 
 
-def engine(config: JoinerConfig = CONFIG) -> LocalEngine:
-    return LocalEngine(config, SCHEMA, SCHEMAS.get)
+def engine(config: JoinerConfig = CONFIG, topics: Mapping[str, str] | None = None) -> LocalEngine:
+    return LocalEngine(config, SCHEMA, SCHEMAS.get, topics or {})
 
 
 def outputs_of(records: list[Record], engine_: LocalEngine | None = None) -> list[Output]:
@@ -279,3 +280,24 @@ def test_changed_rules_are_detected_at_a_restore(
     restored.restore(before.snapshot())
     assert restored.rules_changed is changed
     assert ['"window_ms": 50' in r.getMessage() for r in caplog.records] == [True] * changed
+
+
+def test_a_snapshot_whose_offsets_are_of_deleted_topics_is_refused() -> None:
+    before = engine(topics={"impressions": "A", "engagements": "B"})
+    outputs_of([record(impression(1_000))], before)
+    other = engine(topics={"impressions": "A", "engagements": "C"})
+    with pytest.raises(ConfigError, match="created again"):
+        other.restore(before.snapshot())
+    assert other.num_keys == 0, "the engine must be unchanged"
+    same = engine(topics={"impressions": "A", "engagements": "B"})
+    same.restore(before.snapshot())
+    assert same.num_keys == 1
+    engine().restore(before.snapshot())  # a replay in one process has no topics
+
+
+def test_a_snapshot_that_names_no_topics_is_accepted() -> None:
+    before = engine()
+    outputs_of([record(impression(1_000))], before)
+    restored = engine(topics={"impressions": "A", "engagements": "B"})
+    restored.restore(before.snapshot())
+    assert restored.num_keys == 1

@@ -9,6 +9,10 @@ import pytest
 
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topics import EVENTS, TopicSettings
 from roostream.schema.registry import to_toml
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -81,3 +85,33 @@ def test_a_job_continues_from_a_savepoint_with_requests_in_every_phase(tmp_path:
         assert {r.value for r in copies} <= late, (
             "the watermark must be restored, so that no old event counts as new"
         )
+
+
+def test_a_job_refuses_a_savepoint_of_topics_that_were_created_again(tmp_path: Path) -> None:
+    from infra.options import StackOptions
+    from infra.stack import Stack
+    from roostream.runtime.flink_rest import FlinkRest
+
+    (tmp_path / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
+    options = StackOptions(schema=tmp_path / "schema.toml", replay=True, overrides={"joiner": SETTINGS})
+    with Stack(tmp_path / "stack", options) as stack:
+        stack.start(["kafka", "joiner"])
+        stack.wait_ready("kafka", timeout_s=60)
+        kafka = stack.endpoints.kafka
+        produce(kafka, "", RECORDS)
+        stack.wait_ready("joiner", timeout_s=90)
+        wait("samples", lambda: consume(kafka, "", "samples"))
+        flink = FlinkRest(stack.endpoints.flink)
+        job = flink.live_job()
+        assert job is not None
+        stack.stop_program("joiner")
+        flink.stop_with_savepoint(job["jid"], (tmp_path / "stack" / "flink" / "savepoints").as_uri(), 60)
+        topics = TopicAdmin(clients.admin(Broker(kafka)), "", options.partitions, TopicSettings(), EVENTS)
+        for deleted in topics.client.delete_topics(["impressions", "engagements"]).values():
+            deleted.result(30)
+        wait("both topics", lambda: sorted(topics.create()) == ["engagements", "impressions"])
+        produce(kafka, "", RECORDS[:HALF])
+        stack.start(["joiner"])
+
+        wait("its reason", lambda: "created again" in stack.log_path("joiner").read_text(encoding="utf-8"))
+        assert stack.state("joiner") != "ready"
