@@ -95,7 +95,8 @@ def _merge_cells(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for tree in trees for key in tree):
         nodes = [tree[key] for tree in trees if key in tree]
-        merged[key] = merge_cell_reports(nodes) if "sums" in nodes[0] else _merge_cells(nodes)
+        is_leaf = isinstance(nodes[0].get("sums"), list)  # a surface or label may have this name too
+        merged[key] = merge_cell_reports(nodes) if is_leaf else _merge_cells(nodes)
     return merged
 
 

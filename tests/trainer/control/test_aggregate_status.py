@@ -91,6 +91,16 @@ def test_windows_slices_and_shadow_are_pooled_over_workers() -> None:
     assert shadow["version"] == "1-4"
 
 
+def test_a_surface_or_label_may_have_the_name_of_a_part_of_the_report() -> None:
+    """Callers name surfaces, and the controller calls this in its main thread."""
+    leaf = {"1h": {"sums": numbers(100, 30.0)}}
+    report = {"watch": {"windows": leaf, "slices": {"surface": {"sums": leaf, "front": leaf}}}}
+    quality = aggregate_status(status(report, report))["quality"]
+    for part in (quality["windows"], *quality["slices"]["surface"].values()):
+        assert part["1h"]["sums"]["candidates"] == 200
+    assert quality["slices"]["surface"].keys() == {"sums", "front"}
+
+
 def test_the_reported_drift_is_that_of_the_worst_worker() -> None:
     drift = aggregate_status(status(reported(100, 0.1), {}, reported(300, 0.3)))["quality"]["drift"]
     assert drift["psi"] == {"age": 0.3} and drift["coverage"] == {"age": 0.7}
