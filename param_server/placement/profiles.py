@@ -40,6 +40,7 @@ FOLDER = "profiles"
 WINDOW_BATCHES = 256  # earlier counts weigh no more than these make up to, whatever the time between commits
 MAX_AGE_MS = 7 * 86_400_000
 MIN_BATCHES = 4  # counted before a profile is used
+_MAX_NAME = 64 - len(".json")  # of an object below FOLDER (runtime/checkpoint_store.py)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +211,12 @@ class ProfileRecorder:
 
 
 def name_of(feature: str, table: str, dim: int) -> str:
-    """The name of a profile's object in the store."""
-    return f"{FOLDER}/{feature}.{table}.{dim}.json"
+    """The name of a profile's object in the store. Of a longer one than a store takes, a checksum replaces
+    the end."""
+    name = f"{feature}.{table}.{dim}"
+    if len(name) > _MAX_NAME:
+        name = f"{name[: _MAX_NAME - 17]}-{checksum_of(name.encode())}"
+    return f"{FOLDER}/{name}.json"
 
 
 def save_profiles(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:

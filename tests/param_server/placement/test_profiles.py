@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from param_server.placement.profiles import (
     save_profiles,
 )
 from roostream.errors import UnavailableError
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from tests.trainer import samples
@@ -185,6 +188,20 @@ def test_a_batch_that_is_counted_during_a_commit_is_counted_once() -> None:
     recorder.save()
     saved = read_profiles(store, samples.schema())
     assert [saved[name].profile.requests for name in ("user", "item")] == [42, 42]
+
+
+def test_profiles_of_features_and_tables_with_the_longest_names_are_stored(tmp_path: Path) -> None:
+    """A worker saves profiles while it writes its part of a commit: an error would abort each commit."""
+    table, features = "t" * 64, ("f" * 64, "f" * 63 + "g")
+    lists = [{"name": name, "kind": "ids", "table": table} for name in features]
+    schema = schema_from_dict({**samples.TABLES, "tables": {table: {"dim": 4}}, "ro": lists, "nro": []})
+    counts = {"dim": 4, "batches": 9, "ids": 9, "uniques": 9, "max_len": 1}
+    profiles = {
+        name: TableProfile(feature=name, table=table, examples=n, **counts) for n, name in enumerate(features)
+    }
+    store = FileStore(tmp_path)
+    save_profiles(store, profiles, NOW)
+    assert {name: found.profile for name, found in read_profiles(store, schema).items()} == profiles
 
 
 def test_a_damaged_profile_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
