@@ -76,7 +76,7 @@ def parse(text: str) -> ScrapedMetrics:
 def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
     """Read the metrics page at `url`. `timeout_s`: until the first byte and between two pieces of the body.
     The whole body may take five times as long, so that a program that answers slowly cannot hold the
-    caller."""
+    caller. Nothing is read from a body that is cut off or too large."""
     ends_s = time.monotonic() + 5 * timeout_s
     try:
         with open_direct(url, timeout_s) as answer:
@@ -85,6 +85,8 @@ def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
                 body += piece
                 if time.monotonic() > ends_s:
                     return ScrapedMetrics()
+            if answer.length or len(body) == _MAX_BYTES:  # a number may be cut off
+                return ScrapedMetrics()
             return parse(body.decode("utf-8", "replace"))
     except (OSError, http.client.HTTPException, ValueError):  # ValueError: it is no address
         return ScrapedMetrics()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -188,3 +190,23 @@ def test_a_page_that_has_no_valid_metrics_ends_no_scrape(page: str) -> None:
     targets = ScrapeTargets({"joiner": "http://j"}, FakeClock(), lambda urls: {"joiner": scrape.parse(page)})
     targets.scrape()
     assert targets.figures()["freshness"]["engagement_to_close"] == {"p50_ms": None, "p99_ms": None}
+
+
+@pytest.mark.parametrize(("sent_bytes", "rows"), [(len(SHARD), 7.0), (len(SHARD) - 2, None)])
+def test_an_answer_that_is_cut_off_counts_as_none(sent_bytes: int, rows: float | None) -> None:
+    """The 12 pulls at its end would be read as 1."""
+    head = f"HTTP/1.0 200 OK\r\nContent-Length: {len(SHARD)}\r\n\r\n"
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(head.encode() + SHARD.encode()[:sent_bytes])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        scraped = scrape.fetch(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", timeout_s=10)
+        thread.join()
+    assert scraped.value("roostream_shard_rows", stack="d16") == rows
+    assert bool(scraped) == (rows is not None)
