@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordsGoneError
@@ -409,14 +409,14 @@ def test_end_offsets_are_known_again_after_a_client_failed(
 
     def open_admin() -> Any:
         admin = next(admins_to_open)
-        if isinstance(admin, ConfigError):
+        if isinstance(admin, UnavailableError):
             raise admin
         return admin
 
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._ANSWER_TIMEOUT_S", 0.01)
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._END_OFFSETS_EVERY_S", 0.01)
     opened = [FakeAdmin(answer), FakeAdmin(answer), FakeAdmin()]
-    admins_to_open = iter([opened[0], ConfigError("key values mismatch"), *opened[1:]])
+    admins_to_open = iter([opened[0], UnavailableError("key values mismatch"), *opened[1:]])
     ends = EndOffsetPoller(open_admin, MERGED)
     ends.start()
     until_s = time.monotonic() + 5

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topic_watch import CHECK_INTERVAL_S, TopicWatch
@@ -95,7 +95,7 @@ def test_a_program_continues_while_its_certificate_is_replaced(monkeypatch: pyte
     program."""
 
     def refuse(*_: Any) -> AdminClient:
-        raise ConfigError("kafka_security: key values mismatch")
+        raise UnavailableError("kafka_security: key values mismatch")
 
     fake_admin = FakeAdmin()
     admins = iter([lambda: fake_admin, refuse, lambda: fake_admin])

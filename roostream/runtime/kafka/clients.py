@@ -180,10 +180,31 @@ def _common(broker: Broker) -> dict[str, Any]:
     }
 
 
+_opened: set[Broker] = set()
+"""Brokers for which a client could be made, so their settings are right."""
+
+
+@contextlib.contextmanager
+def _opening(broker: Broker) -> Iterator[None]:
+    """Around the creation of a client. librdkafka checks its options then, such as whether a key fits its
+    certificate.
+
+    Raises:
+        ConfigError: an option or a file is wrong.
+        UnavailableError: no threads can be started now, or the files are being replaced.
+    """
+    try:
+        with _settings_errors():
+            yield
+    except ConfigError as error:
+        if broker in _opened:
+            raise UnavailableError(str(error)) from None
+        raise
+    _opened.add(broker)
+
+
 @contextlib.contextmanager
 def _settings_errors() -> Iterator[None]:
-    """librdkafka checks its options, such as whether a key fits its certificate, when a client is created.
-    Raises UnavailableError: it can start no threads now."""
     try:
         yield
     except KafkaException as error:
@@ -207,7 +228,6 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
     `poll` and `flush` of this module, which raise ProducerFailedError when another producer is needed.
     """
     settings = {
-        **_common(broker),
         "partitioner": "murmur2_random",
         "enable.idempotence": True,
         "acks": "all",
@@ -217,15 +237,16 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
         "queue.buffering.max.kbytes": 262_144,
         "delivery.timeout.ms": 2_000_000_000,
     }
-    with _settings_errors():
-        return Producer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+    with _opening(broker):
+        return Producer(
+            {**_common(broker), **settings, **{k.replace("_", "."): v for k, v in overrides.items()}}
+        )
 
 
 def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
     """A consumer without automatic commits that starts at the earliest offset and reads committed
     transactions only."""
     settings = {
-        **_common(broker),
         "group.id": group,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
@@ -238,13 +259,15 @@ def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
         "max.partition.fetch.bytes": 8 << 20,
         "topic.metadata.refresh.interval.ms": 10_000,
     }
-    with _settings_errors():
-        return Consumer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+    with _opening(broker):
+        return Consumer(
+            {**_common(broker), **settings, **{k.replace("_", "."): v for k, v in overrides.items()}}
+        )
 
 
 def admin(broker: Broker) -> AdminClient:
     """Connects at the first call."""
-    with _settings_errors():
+    with _opening(broker):
         return AdminClient(_common(broker))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import RoostreamError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import PartitionLag, ReadLimits, RecordsGoneError
@@ -116,7 +116,7 @@ class EndOffsetPoller:
 
     def fetch(self) -> dict[Partition, PartitionEnd]:
         """Ask now. Raises KafkaException: the broker is away or refuses; the next call uses a new client.
-        ConfigError: no client can be made, which is so for a moment while its files are replaced."""
+        RoostreamError: no client can be made, which is so for a moment while its files are replaced."""
         try:
             return self._fetch()
         except Exception:
@@ -139,7 +139,7 @@ class EndOffsetPoller:
         while not self._stop.is_set():
             try:
                 self.update(self.fetch())
-            except (KafkaException, ConfigError) as error:
+            except (KafkaException, RoostreamError) as error:
                 log.debug("end offsets of %s are unknown: %s", self.options.topic_names(), error)
             except Exception as error:  # they are unknown until it works again, not until the process ends
                 text = "end offsets of %s are unknown (this is a defect of Roostream): %r"
@@ -415,10 +415,7 @@ class KafkaConsumer:
             self._replace_client(self._reopen())
             if self._is_assigned:
                 self._assign()
-        except (
-            KafkaException,
-            ConfigError,
-        ) as error:  # its files are being replaced
+        except (KafkaException, RoostreamError) as error:  # its files are being replaced
             log.debug("%s", error)
 
     def _replace_client(self, client: Consumer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
 
-from roostream.errors import ConfigError
+from roostream.errors import RoostreamError
 from roostream.runtime.kafka.clients import results_of
 from roostream.runtime.kafka.topics import DEAD_LETTERS, TOPICS, name_of, partitions_of
 
@@ -62,7 +62,7 @@ class TopicWatch:
             for name, future in futures.items():
                 if problem := self._problem(name, names[name], future):
                     found[name] = problem
-        except (KafkaException, ConfigError) as error:
+        except (KafkaException, RoostreamError) as error:
             log.debug("the topics are unknown: %s", error)
             return
         for name in found.keys() - self._problems.keys():
