@@ -430,6 +430,21 @@ def test_end_offsets_are_known_again_after_a_client_failed(
     assert ends.ends[P0].last_stable == 8, "a working client must be kept"
 
 
+def test_a_consumer_that_cannot_be_opened_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore repeats it until Kafka's certificate is in order again."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UnavailableError("key values mismatch")
+
+    monkeypatch.setattr(clients, "consumer", refuse)
+    monkeypatch.setattr(clients, "admin", refuse)
+    before = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(UnavailableError):
+            KafkaConsumer.open(Broker("k:1"), "g", dataclasses.replace(MERGED, track_end_offsets=True))
+    assert threading.active_count() == before
+
+
 def test_a_log_cut_off_below_the_offset_is_read_again_from_the_cut(caplog: pytest.LogCaptureFixture) -> None:
     """The broker lost offsets 6 to 9 and gave them to other records before the consumer noticed."""
     consumer = FakeConsumer([FakeMessage(AT0, n, n, epoch=2) for n in range(10)])

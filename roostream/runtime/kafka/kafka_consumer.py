@@ -207,10 +207,11 @@ class KafkaConsumer:
         def open_client() -> Consumer:
             return clients.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
 
+        client = open_client()  # before the thread: nothing would end it if this fails
         ends = EndOffsetPoller(lambda: clients.admin(broker), options) if options.track_end_offsets else None
         if ends is not None:
             ends.start()
-        return cls(open_client(), options, ends, what=f"Kafka at {broker}", reopen=open_client)
+        return cls(client, options, ends, what=f"Kafka at {broker}", reopen=open_client)
 
     @property
     def num_lost(self) -> int:
