@@ -15,7 +15,6 @@ labels.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -340,7 +339,7 @@ class DailyMetrics:
         self._measured.update(batch.of_requests(batch.time_ms_R >= self._measure_from_ms))
         day_R = batch.time_ms_R // 86_400_000
         for day in np.unique(day_R).tolist():
-            date = datetime.datetime.fromtimestamp(day * 86_400, datetime.UTC).date().isoformat()
+            date = str(np.datetime64(day, "D"))  # of any year, unlike those of datetime
             metrics = self._by_day.setdefault(date, Metrics(self.tasks, _MAX_DAILY_SCORES))
             metrics.update(batch.of_requests(day_R == day))
 

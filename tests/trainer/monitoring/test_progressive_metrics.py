@@ -351,3 +351,13 @@ def test_daily_metrics_split_by_request_time() -> None:
     by_day = report["by_day"]
     assert isinstance(by_day, dict) and list(by_day) == ["1970-01-01", "1970-01-02", "1970-01-03"]
     assert [m["requests"] for m in by_day.values()] == [10, 10, 10]
+
+
+@pytest.mark.parametrize("time_ms", [1_700_000_000_000_000_000, -(1 << 62)])
+def test_a_request_with_a_time_in_another_unit_does_not_end_the_report(time_ms: int) -> None:
+    batch = random_batch(9, requests=30)
+    daily = DailyMetrics(["click"])
+    daily.update(batch._replace(time_ms_R=np.where(np.arange(30) == 7, time_ms, DAY_MS)))
+    by_day = daily.report()["by_day"]
+    assert isinstance(by_day, dict) and by_day.pop("1970-01-02")["requests"] == 29
+    assert [m["requests"] for m in by_day.values()] == [1]
