@@ -113,7 +113,6 @@ class Dedupe:
 
     def __init__(self, horizon_ms: int) -> None:
         self.horizon_ms = horizon_ms
-        self.num_skipped = 0
         self._step_ms = max(horizon_ms // _FORGETTING_STEPS, 1)
         # As of the newest claim.
         self._seen: set[int] = set()
@@ -144,10 +143,9 @@ class Dedupe:
         self._claims.append(_Claim(new, floor_ms, tuple(self._recent.times_ms)))
         return new_R
 
-    def settle(self, new_R: np.ndarray) -> None:
-        """The samples of the oldest claim, whose result was `new_R`, are trained or skipped."""
+    def settle(self) -> None:
+        """The samples of the oldest claim are trained or skipped."""
         claim = self._claims.popleft()
-        self.num_skipped += int(len(new_R) - new_R.sum())
         self._settled_ms, run = claim.recent_ms, claim.new.raised(claim.floor_ms)
         self._floor_ms = max(self._floor_ms, claim.floor_ms)
         tail = [earlier.raised(claim.floor_ms) for earlier in self._tail]

@@ -330,6 +330,7 @@ class TrainLoop:
         if any(not part.trains and part.choice is None for part in claimed.parts):
             self._push_deferred()  # all further requests are frozen
         self.outcomes.commit_chunk(claimed.num_requests)
+        self.counts.duplicates += int((~claimed.new_R).sum())
         chunk = claimed.chunk
         self.partitions.settle(chunk.batch, claimed.new_R, chunk.after, chunk.leader_epochs)
         for stage, ms in chunk_freshness(claimed.chunk, claimed.new_R, self.clock.now_ms()):

@@ -118,7 +118,7 @@ class PartitionStates:
         result. `after`, `leader_epochs`: of the chunk."""
         for partition, row_M in rows_by_partition(batch).items():
             state = self._states[partition]
-            state.dedupe.settle(new_R[row_M])
+            state.dedupe.settle()
             if partition[0] != CORRECTIONS:
                 state.taken[1] += int(new_R[row_M].sum())
         for partition in after:
@@ -171,10 +171,6 @@ class PartitionStates:
         for _ in range(num_chunks * bool(taken)):
             taken[min(taken, key=taken.__getitem__)] += 1
         return min(taken, key=taken.__getitem__, default=None)
-
-    @property
-    def num_skipped(self) -> int:
-        return sum(state.dedupe.num_skipped for state in self._states.values())
 
     def snapshot(self) -> dict[Partition, PartitionSnapshot]:
         """Copy the state of all partitions, without what is only claimed."""

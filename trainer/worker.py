@@ -210,7 +210,6 @@ class Worker:
             **self.read_bounds.report(),
             **dataclasses.asdict(self.loop.counts),
             "outcomes": dict(self.loop.outcomes.total),
-            "duplicates": self.loop.partitions.num_skipped,
         }
 
     # Called from two threads

@@ -147,7 +147,7 @@ class Monitor:
             "roostream_worker_watermark_timestamp_seconds": _seconds(loop.watermark_ms),
             "roostream_worker_incarnation": self.worker.incarnation,
             "roostream_worker_training": self.worker.training,
-            "roostream_worker_duplicates_total": loop.partitions.num_skipped,
+            "roostream_worker_duplicates_total": counts.duplicates,
             "roostream_worker_lost_records_total": loop.source.num_lost,
             "roostream_worker_row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s
             if counts.busy_s

@@ -95,6 +95,8 @@ def test_rows_that_are_too_large_are_counted_and_left_out() -> None:
     loop.turn()
     assert [list(d.ids) for d in deltas(loop.topic)] == [[2]]
     assert loop.shard.stats()["withheld"] == 1
+    loop.shard.restore(2, "")
+    assert loop.shard.stats()["withheld"] == 1, "the count is since the start of the process"
 
 
 def test_a_withdrawn_row_gets_a_tombstone() -> None:

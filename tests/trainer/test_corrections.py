@@ -140,7 +140,7 @@ def test_corrections_of_one_sample_are_all_trained_and_each_only_once() -> None:
         samples.correction(3, 1, before=0.0, event=2),
     )
     built = build_with_corrections([*N8, first, second, first, second]).train_all()
-    assert built.loop.counts.corrections == 2 and built.loop.partitions.num_skipped == 2
+    assert built.loop.counts.corrections == 2 and built.loop.counts.duplicates == 2
 
 
 def test_a_correction_may_come_before_its_sample() -> None:

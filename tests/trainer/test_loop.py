@@ -93,7 +93,7 @@ def test_g2_a_duplicate_sample_is_skipped() -> None:
     records = samples.records([1, 2, 3, 1, 2, 4])
     built = build(records).train_all()
     assert built.pushes() == {1: 1, 2: 1, 3: 1, 4: 1}
-    assert built.loop.partitions.num_skipped == 2 and len(built.predicted) == 4
+    assert built.loop.counts.duplicates == 2 and len(built.predicted) == 4
     assert built.offsets() == [3, 3]
 
 

@@ -348,6 +348,16 @@ def test_shard_addresses_in_a_wrong_order_put_training_on_hold_after_some_tries(
         assert not worker.training and (worker.refusal is not None) == (error is ConfigError)
 
 
+def test_counts_since_the_start_do_not_fall_at_a_restore() -> None:
+    harness = WorkerHarness(numbers=(1, 2, 1, 2)).started()
+    harness.worker.turn()
+    before = harness.worker.report()
+    assert (before["requests"], before["duplicates"]) == (2, 2)
+    assert harness.do("restore", manifest="")["ok"]
+    after = harness.worker.report()
+    assert all(after[name] == before[name] for name in ("requests", "duplicates", "outcomes"))
+
+
 def test_a_long_load_or_save_of_rows_shows_in_the_report() -> None:
     """The controller gives a cut more time, and the program stays alive."""
     harness, calls = WorkerHarness(), list[str]()

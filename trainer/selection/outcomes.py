@@ -21,6 +21,7 @@ class RequestCounts:
 
     requests: int = 0
     candidates: int = 0
+    duplicates: int = 0  # requests and corrections that were trained before
     frozen: int = 0  # scored, not trained
     non_finite: int = 0  # requests whose results were not finite; they are among the dead letters
     dead_letters: int = 0
