@@ -103,13 +103,18 @@ class Outbox:
 
     def __init__(self, name: str, embeddings: EmbeddingTable) -> None:
         self.name, self.embeddings, self.max_delta_bytes = name, embeddings, MAX_DELTA_BYTES
-        self.num_withheld = 0  # rows that could not be published: not finite, or too long
+        # Rows that could not be published since the start: not finite, or too long
+        self.num_withheld = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows, tombstones and times: the table has none of these rows any more."""
         self._unsent: list[Keys] = []  # tombstones
         self._inflight: list[Keys] = []  # tombstones
         self._inflight_rows: list[np.ndarray] = []  # int64: numbers of the rows that are IN_FLIGHT
         self._has_numbers = True  # False between `collect` and `number`
-        self._times_3B = np.zeros((3, embeddings.num_buckets), np.int64)
-        self._inflight_times_3B = np.zeros((3, embeddings.num_buckets), np.int64)
+        self._times_3B = np.zeros((3, self.embeddings.num_buckets), np.int64)
+        self._inflight_times_3B = np.zeros((3, self.embeddings.num_buckets), np.int64)
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:

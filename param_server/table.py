@@ -170,13 +170,14 @@ class StackTable:
         self.num_limited = 0  # gradient rows that were scaled down to MAX_GRADIENT
         self.largest_accumulator = 0.0  # of rows written or restored since the start
         self.embeddings = EmbeddingTable(tables, seed=seed, num_buckets=num_buckets)
+        self.outbox = Outbox(name, self.embeddings)
         self.eviction = eviction(tables)
         self.clear()
 
     def clear(self) -> None:
         """Remove all rows and changes, and reset the outbox's sequences."""
         self.embeddings.clear()
-        self.outbox = Outbox(self.name, self.embeddings)
+        self.outbox.clear()
         self.state_NA = np.zeros((self.index.capacity, self.state_width), np.float32)
         self.stamp_ms_N = np.zeros(self.index.capacity, np.int64)
         self._gone: list[Keys] = []

@@ -89,12 +89,14 @@ def test_a_delta_has_the_oldest_event_times_of_its_rows() -> None:
 
 
 def test_rows_that_are_too_large_are_counted_and_left_out() -> None:
-    loop = PublishLoop(started_shard(max_publish_norm=0.15))
+    store = MemoryStore()
+    loop = PublishLoop(started_shard(store=store, max_publish_norm=0.15))
     loop.push(1, 2)
     loop.shard.tables[ADAGRAD].embeddings.rows_ND[:2] = [[1, 1, 1, 1], [0.01, 0, 0, 0]]
     loop.turn()
     assert [list(d.ids) for d in deltas(loop.topic)] == [[2]]
     assert loop.shard.stats()["withheld"] == 1
+    commit(loop.shard, store, 1)
     loop.shard.restore(2, "")
     assert loop.shard.stats()["withheld"] == 1, "the count is since the start of the process"
 
