@@ -17,8 +17,10 @@ from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.controller_agent import error_result
+from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import Partition, flat
 from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart, store_file
+from roostream.runtime.rpc import frames
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
@@ -29,8 +31,11 @@ from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.trainer.memory_store import MemoryStore
 from trainer.monitoring.progressive_metrics import summarize
+from trainer.monitoring.slices import MAX_SLICES
+from trainer.monitoring.windowed_metrics import MAX_VALUES, MetricCells
 from trainer.sessions.session_source import PhasedSource, SessionSource, open_session
 from trainer.worker import Worker
+from trainer.worker_monitor import MAX_TASKS, quality_report
 
 
 class WorkerHarness:
@@ -346,6 +351,19 @@ def test_shard_addresses_in_a_wrong_order_put_training_on_hold_after_some_tries(
         with pytest.raises(error, match="at place 0"):
             worker.execute({"kind": "start", "incarnation": 1})
         assert not worker.training and (worker.refusal is not None) == (error is ConfigError)
+
+
+@pytest.mark.parametrize(("workers", "num_slices"), [(1, MAX_SLICES), (MAX_WORKERS, 1)])
+def test_the_largest_reports_fit_into_a_call(workers: int, num_slices: int) -> None:
+    """A beat has the report of one of several workers, and the controller's status has those of all. A worker
+    whose beats could not be sent would be lost, after each restart."""
+    cell = MetricCells([f"task {n}" for n in range(MAX_TASKS)]).report([])
+    by_value = {f"value {n}": {"1h": cell, "all": cell} for n in range(MAX_VALUES + 1)}
+    slices = {f"slice {n}": by_value for n in range(num_slices)}
+    windows = {"1h": cell, "1d": cell, "all": cell}
+    quality = quality_report({"windows": windows, "slices": slices}, None, with_scores=True)
+    reports = {f"worker {n}": {"watch": quality} for n in range(workers)}
+    assert frames.encode(frames.ANSWER, {"header": {"reports": reports}})
 
 
 def test_counts_since_the_start_do_not_fall_at_a_restore() -> None:

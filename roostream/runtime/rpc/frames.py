@@ -32,7 +32,10 @@ GREETING = "greet"
 """The method with which a client sends its token, first on a connection. No handler has a method of this
 name."""
 
-MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20
+"""The controller's status has the reports of all workers in its header."""
+MAX_GREETING_BYTES = 1 << 20
+"""Limit of a header while no payload is allowed: the client has not sent its token."""
 MAX_FRAME_BYTES = 1 << 30
 MAX_ARRAYS = 4096
 MAX_DIMENSIONS = 4
@@ -197,7 +200,7 @@ def _padded(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 def _check_sizes(header_bytes: int, num_arrays: int, payload_bytes: int, max_frame_bytes: int) -> None:
     for what, got, limit in (
-        ("a header", header_bytes, MAX_HEADER_BYTES),
+        ("a header", header_bytes, MAX_HEADER_BYTES if max_frame_bytes else MAX_GREETING_BYTES),
         ("arrays", num_arrays, MAX_ARRAYS),
         ("a payload", payload_bytes, max_frame_bytes),
     ):

@@ -112,7 +112,7 @@ def receive(
     _fill(connection, head[got:], deadline)
     prefix = frames.parse_prefix(head, max_frame_bytes)
     if frame_s is not None and deadline is not None:
-        deadline += prefix.payload_bytes / MIN_BYTES_PER_S
+        deadline += (prefix.header_bytes + prefix.payload_bytes) / MIN_BYTES_PER_S
     header = memoryview(bytearray(prefix.header_bytes))
     _fill(connection, header, deadline)
     body = frames.parse_header(prefix, header)

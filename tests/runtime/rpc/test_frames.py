@@ -91,7 +91,7 @@ def prefix(
         (prefix(kind=0), "undecodable"),
         (prefix(kind=4), "undecodable"),
         (prefix(zero=b"\0\1\0"), "undecodable"),
-        (prefix(header=(1 << 20) + 1), "oversized"),
+        (prefix(header=(16 << 20) + 1), "oversized"),
         (prefix(arrays=4097), "oversized"),
         (prefix(payload=2**64 - 1), "oversized"),
     ],
@@ -100,6 +100,13 @@ def test_a_prefix_with_a_wrong_field_or_size_is_refused(data: bytes, reason: str
     with pytest.raises(WireError) as caught:
         frames.parse_prefix(data, 1024)
     assert caught.value.reason == reason
+
+
+def test_a_client_without_a_valid_token_cannot_reserve_much_memory() -> None:
+    data = prefix(header=frames.MAX_HEADER_BYTES)
+    assert frames.parse_prefix(data, 1024).header_bytes == frames.MAX_HEADER_BYTES
+    with pytest.raises(WireError, match="a header of at most 1048576"):
+        frames.parse_prefix(data, 0)
 
 
 @pytest.mark.parametrize(
