@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from roostream.errors import UnavailableError, WireError
 from roostream.runtime.clock import Clock
+from roostream.runtime.event_time import SteppedEventTime
 from roostream.runtime.kafka.consumer import PartitionLag, RecordConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from roostream.runtime.work_unit import TableInput
@@ -18,6 +19,8 @@ from roostream.wire.records import Record, decode
 from trainer.batch_source import NewestIds, refuse_session
 from trainer.chunks import Chunk, Rejected
 from trainer.pipeline.stage_timer import StageTimer
+
+_MAX_STEP_MS = 600_000  # by which one sample moves the newest close time of its partition
 
 
 class CorrectionsBeforeTheirSamples:
@@ -34,7 +37,8 @@ class CorrectionsBeforeTheirSamples:
     """Of a partition; beyond it the oldest correction does not wait."""
 
     def __init__(self) -> None:
-        self._newest_close_ms: dict[int, int] = {}  # of the samples read, by number of the partition
+        # Newest close of the samples read, by number of the partition
+        self._newest: dict[int, SteppedEventTime] = {}
         self._waiting: dict[int, deque[tuple[float, int, Record]]] = {}  # since when, close of the sample
 
     def admit(self, records: Sequence[Record], now_s: float) -> list[Record]:
@@ -47,11 +51,11 @@ class CorrectionsBeforeTheirSamples:
                 waiting.append((now_s, _close_ms(record), record))
                 continue
             if record.topic == SAMPLES:
-                newest_ms = self._newest_close_ms.get(record.partition, 0)
-                self._newest_close_ms[record.partition] = max(newest_ms, record.timestamp_ms)
+                newest = self._newest.setdefault(record.partition, SteppedEventTime())
+                newest.event(record.timestamp_ms, _MAX_STEP_MS)
             admitted.append(record)
         for number, waiting in self._waiting.items():
-            newest_ms = self._newest_close_ms.get(number, 0)
+            newest_ms = max(self._newest[number].newest_ms, 0) if number in self._newest else 0
             while waiting and (
                 waiting[0][1] <= newest_ms
                 or now_s - waiting[0][0] >= self.MAX_WAIT_S
@@ -68,7 +72,7 @@ class CorrectionsBeforeTheirSamples:
 
     def clear(self) -> None:
         """Forget what was read."""
-        self._newest_close_ms.clear()
+        self._newest.clear()
         self._waiting.clear()
 
 

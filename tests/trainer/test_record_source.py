@@ -195,6 +195,17 @@ def test_corrections_wait_until_their_samples_were_read() -> None:
     assert harness.poll() == [(False, closes[3]), (True, closes[3])]
 
 
+def test_corrections_still_wait_after_a_record_with_a_wrong_time() -> None:
+    harness = CorrectionHarness()
+    first, third = samples.records([1, 3])
+    assert harness.poll() == []
+    wrong = first._replace(offset=1, timestamp_ms=samples.T0 + 366 * 86_400_000)
+    harness.reader.append([first, wrong])
+    assert [is_correction for is_correction, _ in harness.poll()] == [False, True]
+    harness.reader.append([third._replace(offset=2)])
+    assert [is_correction for is_correction, _ in harness.poll()] == [False, True]
+
+
 def test_a_correction_does_not_wait_forever() -> None:
     """The sample may have been read before this process started."""
     harness = CorrectionHarness()
