@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from roostream.runtime.event_time import SteppedEventTime
 from roostream.schema.schema import Registry, Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire import transform
@@ -248,19 +249,22 @@ class _Rates:
 
 
 class _DecayingRates(_Rates):
-    """Rates with exponential decay, applied in steps of 1/64 of the time constant."""
+    """Rates with exponential decay, applied in steps of 1/64 of the time constant. One wrong time, which
+    would end all later decay, is not followed."""
 
     def __init__(self, num_tasks: int, size: int) -> None:
         super().__init__(num_tasks, size)
-        self._now_ms = 0
+        self._now_ms, self._newest = 0, SteppedEventTime()
 
     def rates_at(self, time_ms: int, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
         """As `rates`, at this time. A time before the newest one counts as the newest."""
-        if time_ms - self._now_ms > _RECENT_MS / 64:
-            left = np.exp(-(time_ms - self._now_ms) / _RECENT_MS) if self._now_ms else 1.0
+        self._newest.event(time_ms, int(_RECENT_MS))
+        passed_ms = self._newest.newest_ms - self._now_ms
+        if passed_ms > _RECENT_MS / 64:
+            left = np.exp(-passed_ms / _RECENT_MS) if self._now_ms else 1.0
             self._views_IT *= left
             self._positives_IT *= left
-            self._now_ms = time_ms
+            self._now_ms = self._newest.newest_ms
         return self.rates(row_n, share_T)
 
 

@@ -122,8 +122,9 @@ def test_the_position_baseline_uses_the_position_at_which_an_item_was_shown() ->
     assert baselines.report()["place"]["overall"]["request_auc"] > 0.95
 
 
-def test_recent_popularity_finds_items_that_are_popular_now() -> None:
-    """Each day, users click another one of five items."""
+@pytest.mark.parametrize("wrong_day", [None, 365_000])
+def test_recent_popularity_finds_items_that_are_popular_now(wrong_day: int | None) -> None:
+    """Each day, users click another one of five items. A single request has a wrong time."""
     rng, baselines = np.random.default_rng(1), Baselines(CLICK)
     for n in range(1200):
         items = rng.permutation(5).tolist()
@@ -134,7 +135,7 @@ def test_recent_popularity_finds_items_that_are_popular_now() -> None:
             n,
             items,
             [float(i == day % 5) for i in items],
-            time_ms=day * DAY + n % 120 * HOUR // 10,
+            time_ms=(wrong_day if wrong_day and n == 300 else day) * DAY + n % 120 * HOUR // 10,
         )
     report = baselines.report()
     assert report["recent"]["overall"]["request_auc"] > 0.9 > report["item"]["overall"]["request_auc"]
