@@ -133,7 +133,8 @@ class SlipstreamPolicy:
         longer."""
         if self.over or step <= self.config.last_snapshot + AHEAD or not batch.num_requests:
             return None
-        assert self.T is not None, "a chunk was claimed further ahead than AHEAD"
+        if self.T is None:  # `on_trained` ends it
+            return None
         slots = read_slots(batch, self._hot_rows)
         if self._rows_H1 is None:
             self._rows_H1 = self._all_rows()
@@ -147,7 +148,18 @@ class SlipstreamPolicy:
             UnavailableError: as `pull`.
         """
         config = self.config
-        if self.over or step > config.last_snapshot:
+        if self.over:
+            return
+        if self._has_missed(step):
+            log.warning(
+                "slipstream ends: it has not seen all steps before step %d, because it was turned on later, "
+                "or its settings or the schema changed; everything is trained from now on",
+                step,
+            )
+            self._reset()
+            self.over = True
+            return
+        if step > config.last_snapshot:
             return
         for batch, lookup in batches:
             if step <= config.warm_up_steps:
@@ -161,6 +173,11 @@ class SlipstreamPolicy:
         self._take_snapshots(pull)
         if step == config.last_snapshot:
             self._choose_threshold()
+
+    def _has_missed(self, step: int) -> bool:
+        """Whether something is unknown that follows from steps before this one."""
+        no_hot, no_T = not self.hot, self.T is None
+        return (step > self.config.warm_up_steps and no_hot) or (step > self.config.last_snapshot and no_T)
 
     def _choose_threshold(self) -> None:
         slots, num, drop = self.inputs.slots, self.inputs.num_inputs, self.config.drop

@@ -15,7 +15,7 @@ from roostream.models.loss import loss
 from roostream.models.model import Targets
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
-from roostream.wire.lookup import Lookup
+from roostream.wire.lookup import Lookup, build_lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, assert_a_restored_loop_continues_bit_equal, build
@@ -30,7 +30,7 @@ from trainer.selection.config import (
 )
 from trainer.selection.decision import NEGATIVE, SelectionWeights, decide
 from trainer.selection.outcomes import unaccounted_requests
-from trainer.selection.slipstream_policy import SlipstreamPolicy
+from trainer.selection.slipstream_policy import AHEAD, SlipstreamPolicy
 
 NUMBERS = list(range(1, 61))
 N60 = samples.records(NUMBERS)
@@ -303,6 +303,34 @@ def test_slipstream_takes_snapshots_at_the_configured_steps() -> None:
     for step in range(1, 20):
         policy.on_trained(step, [], pull)
     assert steps_with_snapshot == [4, 7, 10] and policy.T is not None
+
+
+@pytest.mark.parametrize("steps", [6, 40])
+def test_slipstream_turned_on_too_late_ends_and_everything_is_trained(steps: int) -> None:
+    before = build(repeated_users(240), exact=True)
+    for _ in range(steps):
+        before.loop.step()
+    built = build_with_slipstream()
+    built.loop.restore(before.loop.snapshot(), same_schema=True)
+    built.train_all()
+    assert outcome_counts(built).get("stale", 0) == 0
+    assert list(built.loop.selection.state()) == ["slipstream.over"]
+
+
+@pytest.mark.parametrize("missing", [4, 7, 10])
+def test_slipstream_goes_on_after_a_step_that_a_changed_schema_left_out(missing: int) -> None:
+    policy = SlipstreamPolicy(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema())
+    batch = Decoder(samples.schema(), {}.get).decode(CLICKS)[0]
+    lookup = build_lookup(batch)
+
+    def zero_rows(looked_up: Lookup) -> dict[str, np.ndarray]:
+        return {s: np.zeros((len(stack.id_U), 1), np.float32) for s, stack in looked_up.stacks.items()}
+
+    for step in range(1, 40):
+        policy.stale(batch, step + AHEAD)
+        if step != missing:
+            policy.on_trained(step, [(batch, lookup)], zero_rows)
+    assert policy.phase == (2 if missing == 7 else 3), "only the snapshot between the others can be missing"
 
 
 @pytest.mark.parametrize("steps", [2, 5, 9, 30])
