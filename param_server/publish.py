@@ -107,15 +107,16 @@ class Publisher:
         ends: dict[int, int] = {}
         num_keys, done = 0, False
         try:
-            portion: list[Message] = []
+            portion, portion_bytes = list[Message](), 0
             for planned in taken.deltas:
                 if (delta := self.shard.copy_delta(taken, planned)) is not None:
                     data = encode_delta(delta, schema, taken.incarnation)
                     portion.append(self._message(delta.bucket, data))
                     num_keys += len(delta.id_M)
-                if sum(len(message.value) for message in portion) >= _PORTION_BYTES:
+                    portion_bytes += len(data)
+                if portion_bytes >= _PORTION_BYTES:
                     ends |= self._send(portion, stop)  # 2, 3
-                    portion = []
+                    portion, portion_bytes = [], 0
             ends |= self._send(portion, stop)
             done = True
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
@@ -243,8 +244,9 @@ def add_engagements_route(traffic: Traffic) -> None:
                 context.watermark.close(stamp_ms)
         metrics, unused = context.metrics, parser.unused(parsed.actions)
         metrics.engagements.inc(len(parsed.records))
+        counts = Counter(parsed.actions)
         for action in unused:
-            metrics.unused_action(action, parsed.actions.count(action))
+            metrics.unused_action(action, counts[action])
         return json_response(
             EngagementsAnswer(len(parsed.records), [str(e) for e in parsed.event_ids], unused)
         )

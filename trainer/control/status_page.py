@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import json
+import logging
 import math
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
+from roostream.runtime.log_rate_limit import LogRateLimit, error_kind
 from roostream.runtime.metrics_server import PAGE_HEADERS, PageResponse
 from trainer.control.aggregate_status import aggregate_status, current_hold, worker_reports
 from trainer.control.controller import Controller
@@ -24,6 +26,7 @@ from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
 from trainer.control.types import TRANSIENT, State
 from trainer.monitoring.caught_up import TrainingState
 
+log = logging.getLogger("roostream.controller")
 FORMAT = 1
 OBSERVE_S = 1.0
 SHOWN_CHANGES = 50
@@ -188,13 +191,22 @@ class StatusPage:
         self._since: dict[str, tuple[float, Finding]] = {}
         self._counted: dict[str, int] = {}
         self._due_s = -math.inf
+        self._log_rate_limit = LogRateLimit(self.clock.monotonic_s)
 
     def observe(self) -> None:
-        """Record the current state, at most once every OBSERVE_S."""
+        """Record the current state, at most once every OBSERVE_S. An error, such as that of a report which
+        cannot be read, is logged: commits go on without the page."""
         now_s = self.clock.monotonic_s()
         if now_s < self._due_s:
             return
         self._due_s = now_s + OBSERVE_S
+        try:
+            self._record(now_s)
+        except Exception as error:
+            text = "the status page has a gap (this is a defect of Roostream): %r"
+            self._log_rate_limit.warning(log, error_kind(error), text, error)
+
+    def _record(self, now_s: float) -> None:
         status, figures = self.controller.status(), self.targets.figures()
         current = self._findings(status, figures)
         with self._lock:

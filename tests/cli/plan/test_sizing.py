@@ -231,7 +231,8 @@ def test_planned_bytes_of_dedupe_ids_match_the_memory_they_take() -> None:
     rng = np.random.default_rng(0)
     for begin in range(0, num_ids, 512):
         ids = rng.integers(-(1 << 63), (1 << 63) - 1, min(512, num_ids - begin))
-        dedupe.settle(dedupe.claim(ids, np.full(len(ids), begin)))
+        dedupe.claim(ids, np.full(len(ids), begin))
+        dedupe.settle()
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     planned = needs_of(requests_per_s=num_ids / 3600)["dedupe ids"]

@@ -91,6 +91,19 @@ def test_the_page_works_without_scrape_targets(run: ReplayedRun) -> None:
     assert {f["level"] for f in document["findings"]} == {"unknown"}
 
 
+def test_a_report_that_cannot_be_read_leaves_a_gap_in_the_page_and_ends_nothing(
+    run: ReplayedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    status = run.controller.status
+    monkeypatch.setattr(run.controller, "status", lambda: {**status(), "reports": {"worker 0": "nothing"}})
+    before = run.page.history()
+    run.step()
+    assert run.page.history()["grains"] == before["grains"] and "gap" in caplog.text
+    monkeypatch.undo()
+    run.step()
+    assert run.page.history()["grains"] != before["grains"]
+
+
 def test_numbers_that_are_not_finite_are_unknown_in_json() -> None:
     value = {1: [math.nan, math.inf, 2.5, None, True], "text": ScrapedMetrics}
     assert plain(value) == {"1": [None, None, 2.5, None, True], "text": str(ScrapedMetrics)}
