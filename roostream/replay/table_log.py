@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from roostream.errors import ConfigError, nearest
 from roostream.replay.datasets import DatasetOptions, EventLog
@@ -93,9 +92,10 @@ def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
     done = [_engagement_table(read(path, reader), features, options.ignore) for path in options.engagements]
     impressions, engagements = _impressions(shown, schema, reader), _engagements(done, reader)
     events = heapq.merge(impressions, engagements, key=lambda e: (e.time_ms, not isinstance(e, Request)))
+    ids = [t.table["request_id"] for t in shown]
     return EventLog(
         events=events,
-        num_requests=sum(pc.count_distinct(t.table["request_id"]).as_py() for t in shown),
+        num_requests=0 if any(pa.types.is_nested(x.type) for x in ids) else sum(len(x.unique()) for x in ids),
         refuse=lambda event, error: reader.refuse(event.where, error),
         skipped=reader.skipped,
     )
@@ -141,7 +141,8 @@ class _TimedRow(NamedTuple):
 class _RowsByTime:
     """The rows of several files in time order, read in slices.
 
-    `damaged`: ids of the requests with a row that has no readable time, and is therefore not among the rows.
+    `damaged`: ids of the requests with a row that cannot be assigned to them: it has no readable time, and is
+    therefore not among the rows, or no readable user, session or surface.
     """
 
     def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
@@ -171,9 +172,11 @@ class _RowsByTime:
                 for name, cell in slices[number].pop().items():
                     try:
                         if cell not in (None, ""):
-                            cells[name] = table.value(name, cell)
+                            cells[name] = _value(table, name, cell)
                     except ValueError as wrong:
                         error = error or wrong
+                        if name in _WHO:  # the other rows of its request seem to be of another one
+                            self.damaged |= _request_ids(table, row)
                 yield _TimedRow(time_ms, table.where(row), cells, error)
 
     def _times(self, table: LogTable) -> np.ndarray:
@@ -202,11 +205,20 @@ def _time_cell(cell: object) -> int | str:
     return cell
 
 
+def _value(table: LogTable, name: str, cell: Any) -> Any:
+    """Convert a cell. Raises ValueError: it cannot be read, or is a list or an object and tells requests
+    apart."""
+    value = table.value(name, cell)
+    if name in ("request_id", *_WHO) and isinstance(value, (list, dict)):
+        raise ValueError(f"{name}: expected an integer or text, got {str(value)[:64]}")
+    return value
+
+
 def _request_ids(table: LogTable, row: int) -> set[Any]:
     """The id of a row's request; empty if the cell is, or cannot be read."""
     cell = table.table["request_id"][row].as_py()
     try:
-        return set() if cell is None else {table.value("request_id", cell)}
+        return set() if cell is None else {_value(table, "request_id", cell)}
     except ValueError:
         return set()
 

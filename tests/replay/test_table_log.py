@@ -279,6 +279,38 @@ def test_a_request_with_an_unreadable_row_is_skipped_as_a_whole(tmp_path: Path, 
     assert log.skipped().number == 1 and "shown.csv:5" in log.skipped().first[0]
 
 
+@pytest.mark.parametrize("user", ['"[17]"', '"{""id"": 17}"'])
+def test_a_user_that_is_a_list_or_an_object_makes_a_bad_row(tmp_path: Path, user: str) -> None:
+    """Its request is left out as a whole, because its other rows are not the list that was shown."""
+    row = f"r1,1700000000000,{user},3,2.5,,80,7,5\n"
+    with pytest.raises(LogError, match=r"shown\.csv:5: user_id: expected an integer or text"):
+        list(open_csv(tmp_path, IMPRESSIONS_CSV + row).events)
+    log = open_csv(tmp_path, IMPRESSIONS_CSV + row, skip_bad=True)
+    assert [event.request_id for event in log.events if isinstance(event, Request)] == ["r2"]
+    assert log.skipped().number == 1
+
+
+@pytest.mark.parametrize("column", ["request_id", "user_id", "session_id", "surface"])
+@pytest.mark.parametrize("wrong", [["a"], {"id": "a"}])
+def test_a_parquet_column_of_ids_with_lists_or_objects_is_reported_with_its_row(
+    tmp_path: Path, column: str, wrong: Any
+) -> None:
+    row = {"request_id": "r", "time": T0, "item_id": 1, column: wrong}
+    pq.write_table(pa.Table.from_pylist([row, row | {"time": None}]), tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),), skip_bad=True)
+    log = parquet_log.open(options, SCHEMA, 0)
+    assert list(log.events) == [] and log.skipped().number == 2
+    assert f"shown.parquet:1: {column}: expected" in log.skipped().first[1]
+
+
+def test_a_parquet_column_without_request_ids_is_reported_with_its_row(tmp_path: Path) -> None:
+    table = pa.table({"request_id": pa.nulls(1), "time": [T0], "item_id": [1]})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    with pytest.raises(LogError, match=r"shown\.parquet:1: request_id: expected text or an integer"):
+        list(parquet_log.open(options, SCHEMA, 0).events)
+
+
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
 def test_other_delimiters_give_the_same_events(tmp_path: Path, delimiter: str) -> None:
     def with_delimiter(text: str) -> str:
