@@ -105,6 +105,27 @@ def times_in_ms(table: pa.Table) -> pa.Table:
     return table.cast(pa.schema(fields), safe=False)
 
 
+def lists_in_ms(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The column with the timestamps in its lists and objects as integers in ms."""
+    for of_times in (pa.timestamp("ms"), pa.int64()):
+        kind = _with_times(column.type, of_times)
+        if pa.types.is_nested(kind) and kind != column.type:
+            column = column.cast(kind, safe=False)
+    return column
+
+
+def _with_times(kind: pa.DataType, of_times: pa.DataType) -> pa.DataType:
+    """The type with `of_times` for each timestamp."""
+    if pa.types.is_timestamp(kind):
+        return of_times
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_times(field.type, of_times)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        entry = _with_times(kind.value_type, of_times)
+        return kind if entry == kind.value_type else pa.list_(entry)
+    return kind
+
+
 def _read(floats: Collection[str], path: str, reader: LogLineReader) -> LogTable:
     with parquet_file(path) as file:
         try:
@@ -119,4 +140,6 @@ def _read(floats: Collection[str], path: str, reader: LogLineReader) -> LogTable
             kind = pa.float64()
         if kind != field.type:
             table = table.set_column(n, field.name, table.column(n).cast(kind))
+        elif pa.types.is_nested(kind):
+            table = table.set_column(n, field.name, lists_in_ms(table.column(n)))
     return LogTable(path, table, np.arange(1, len(table) + 1), lambda name, cell: cell)

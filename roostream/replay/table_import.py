@@ -39,7 +39,7 @@ from roostream.replay.events import Event, Request
 from roostream.replay.file_endings import packing_of
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns, plain
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
-from roostream.replay.parquet_log import damaged_file, parquet_file
+from roostream.replay.parquet_log import damaged_file, lists_in_ms, parquet_file
 from roostream.replay.parse_time import EARLIEST_MS, LATEST_NUMBER_MS, parse_table_time_ms
 from roostream.replay.table_files import LINE, as_parquet, first_text, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
@@ -474,19 +474,11 @@ def _renamed(table: pa.Table, schema: Schema, column_map: ImportMap) -> pa.Table
 
 def _feature(table: pa.Table, feature: Feature, parts: dict[str, str]) -> Any:
     if "" in parts:
-        return table.column(parts[""])
-    columns = {part: _in_ms(table.column(column)) for part, column in parts.items()}
+        return lists_in_ms(table.column(parts[""]))
+    columns = {part: lists_in_ms(table.column(column)) for part, column in parts.items()}
     there = next(iter(columns.values())).is_valid().combine_chunks()
     arrays = [column.combine_chunks() for column in columns.values()]
     return pa.StructArray.from_arrays(arrays, list(columns), mask=pa.compute.invert(there))
-
-
-def _in_ms(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Convert lists of timestamps to lists of integers."""
-    kind = column.type
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_timestamp(kind.value_type):
-        return column.cast(pa.list_(pa.timestamp("ms")), safe=False).cast(pa.list_(pa.int64()))
-    return column
 
 
 def _times(column: pa.Array | pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:

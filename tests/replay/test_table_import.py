@@ -216,6 +216,14 @@ def test_times_are_read_in_every_unit_and_type(tmp_path: Path, unit: str, given:
     assert lines_of(tmp_path / "log.jsonl")[0]["time"] == T0
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.timestamp("us")), pa.list_(pa.timestamp("ns", "No/Where"), 1)])
+def test_a_sequence_in_one_column_may_have_timestamps(tmp_path: Path, kind: pa.DataType) -> None:
+    time = pa.array([[T0 * 10**3 if kind.value_type.unit == "us" else T0 * 10**6]], kind)
+    history = pa.StructArray.from_arrays([pa.array([[7]]), time], ["item", "time"])
+    run_import(tmp_path, table_of([ONE_ROW]).append_column("history", history), text=MINIMAL_MAP)
+    assert lines_of(tmp_path / "log.jsonl")[0]["ro"] == {"history": {"item": [7], "time": [T0]}}
+
+
 def test_a_long_request_id_is_replaced_by_its_hash(tmp_path: Path) -> None:
     run_import(tmp_path, table_of([{**ONE_ROW, "id": "x" * 80}]), text=MINIMAL_MAP)
     assert len(lines_of(tmp_path / "log.jsonl")[0]["request_id"]) == 16

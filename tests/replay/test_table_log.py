@@ -162,6 +162,25 @@ def test_parquet_times_in_ns_and_of_any_zone_are_read(tmp_path: Path) -> None:
     assert [event.time_ms for event in parquet_log.open(options, SCHEMA, 0).events] == [T0]
 
 
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "Nowhere/Unknown"])
+def test_parquet_times_in_a_sequence_are_read_in_every_unit_and_zone(
+    tmp_path: Path, unit: str, zone: str | None
+) -> None:
+    history = {"name": "history", "kind": "sequence", "table": "item", "columns": {"time": "time_ms"}}
+    schema = schema_from_dict(
+        {"tables": {"item": {"dim": 4}}, "ro": [history], "label": [{"name": "click", "action": "click"}]}
+    )
+    per_unit = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+    kind = pa.struct([("item", pa.list_(pa.int64())), ("time", pa.list_(pa.timestamp(unit, zone)))])
+    read = pa.array([{"item": [7], "time": [T0 // 1000 * per_unit[unit]]}], kind)
+    table = pa.table({"request_id": ["r1"], "time": [T0], "item_id": [1], "history": read})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    (request,) = parquet_log.open(options, schema, 0).events
+    assert isinstance(request, Request) and request.ro == {"history": {"item": [7], "time": [T0]}}
+
+
 @pytest.mark.parametrize("text", ["['x', 'y']", '["x", "y"]', "[1 2 3]", "[x, y]"])
 def test_a_list_of_ids_that_is_text_is_refused(tmp_path: Path, text: str) -> None:
     """As one id it would be trained without a word."""
