@@ -430,28 +430,46 @@ def _lines(
             raise ValueError(f"column {column_map.item!r}: expected an item's id in every row, got nothing")
         row["request_id"] = request_id
         del row[_WHERE], row[_TIME_MS]
-    shown = rows_to_impression(plain, time_ms, schema)
-    lines: list[ImpressionLine | EngagementLine] = [shown]
+    lines: list[ImpressionLine | EngagementLine] = [rows_to_impression(plain, time_ms, schema)]
+    for row, own, name, item, value in _done(rows, plain, column_map):
+        action, done_ms = column_map.actions[name], row[f"time\0{name}"]
+        header: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
+        line: Row = {"type": "engagement", "request_id": request_id, "action": name, **header}
+        if done_ms == _NO_TIME:
+            raise ValueError(
+                f"action {name!r}: expected a time in column {action.time!r} where it happened, got none "
+                "that can be read"
+            )
+        line["time"] = time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms
+        line |= {"item_id": item, "value": float(value or 0.0)}
+        lines.append(msgspec.convert(line, EngagementLine))
+    return lines
+
+
+def _done(
+    rows: list[Row], plain: list[Row], column_map: ImportMap
+) -> list[tuple[Row, Row, str, object, float | None]]:
+    """The actions of a request: the row as it is, and as `plain`; the name, the item and the value. Last come
+    items of actions that their rows do not show: the joiner reports them as dead letters."""
+    done, unseen = [], []
     for row, own in zip(rows, plain, strict=True):
         for name, action in column_map.actions.items():
             cell = row[f"column\0{name}"]
             if action.items:
-                cell = float(own["item_id"] in (cell if isinstance(cell, list) else (cell,)))
-            if cell is None or not (cell >= action.least if action.least else cell > 0):
-                continue
-            value = row[f"value\0{name}"] if action.value else cell
-            done_ms = row[f"time\0{name}"]
-            header: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
-            line: Row = {"type": "engagement", "request_id": request_id, "action": name, **header}
-            if done_ms == _NO_TIME:
-                raise ValueError(
-                    f"action {name!r}: expected a time in column {action.time!r} where it happened, got none "
-                    "that can be read"
-                )
-            line["time"] = time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms
-            line |= {"item_id": own.get("item_id"), "value": float(value or 0.0)}
-            lines.append(msgspec.convert(line, EngagementLine))
-    return lines
+                named = cell if isinstance(cell, list) else [cell]
+                unseen += [(row, own, name, item, 1.0) for item in named if item not in (None, "")]
+                cell = float(own["item_id"] in named)
+            if cell is not None and (cell >= action.least if action.least else cell > 0):
+                done.append((row, own, name, own["item_id"], cell))
+    given = {(name, item) for _, _, name, item, _ in done}
+    for each in unseen:
+        if (each[2], each[3]) not in given:
+            given.add((each[2], each[3]))
+            done.append(each)
+    return [
+        (row, own, name, item, row[f"value\0{name}"] if column_map.actions[name].value else value)
+        for row, own, name, item, value in done
+    ]
 
 
 def _renamed(table: pa.Table, schema: Schema, column_map: ImportMap) -> pa.Table:

@@ -749,6 +749,19 @@ def test_lists_of_equal_length_become_the_candidates(tmp_path: Path) -> None:
     assert lines[2]["candidates"]["item_id"] == [5]
 
 
+def test_an_item_of_an_action_that_its_row_does_not_show_is_kept_once(tmp_path: Path) -> None:
+    """`check` and a replay report one that no row shows as a dead letter."""
+    row = {"id": "a", "t": T0, "items": [3, 4], "price": [1.0, 1.0], "chosen": [9, 4, 9, None]}
+    page = {"id": "a", "t": T0, "items": [5], "price": [1.0], "chosen": [3, 9]}
+    counts, lines = import_lists(tmp_path, [row, page])
+    assert [(line["item_id"], line["action"]) for line in lines[1:]] == [
+        (4, "click"),
+        (9, "click"),
+        (3, "click"),
+    ]
+    assert counts.engagements == 3
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
