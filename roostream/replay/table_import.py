@@ -576,4 +576,10 @@ def _bucket(batch: pa.RecordBatch, columns: Sequence[str], number: int) -> np.nd
 
 
 def _texts(column: pa.Array | pa.ChunkedArray) -> list[str]:
+    """The cells as text, an empty one as "". Arrow writes also times that Python cannot hold, in UTC those of
+    unknown zones."""
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp(column.type.unit))
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        column = column.cast(pa.string())
     return ["" if cell is None else str(cell) for cell in column.to_pylist()]

@@ -224,6 +224,24 @@ def test_a_sequence_in_one_column_may_have_timestamps(tmp_path: Path, kind: pa.D
     assert lines_of(tmp_path / "log.jsonl")[0]["ro"] == {"history": {"item": [7], "time": [T0]}}
 
 
+def test_a_request_may_be_named_by_its_time_in_any_zone(tmp_path: Path) -> None:
+    rows = table_of([ONE_ROW, {**ONE_ROW, "item": 4}, {**ONE_ROW, "t": T0 + 1}])
+    times = rows.column("t").cast(pa.timestamp("ms", "Nowhere/Unknown"))
+    run_import(tmp_path, rows.set_column(1, "t", times), text=MINIMAL_MAP.replace('"id"', '"t"', 1))
+    lines = lines_of(tmp_path / "log.jsonl")
+    assert [(line["time"], line["candidates"]["item_id"]) for line in lines] == [(T0, [3, 4]), (T0 + 1, [3])]
+    assert len({line["request_id"] for line in lines}) == 2
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("ms"), pa.date32()])
+def test_a_time_beyond_every_calendar_is_reported_with_its_row(tmp_path: Path, kind: pa.DataType) -> None:
+    far = pa.array([2**62 if kind != pa.date32() else 2**30])
+    far = far.cast(pa.int32() if kind == pa.date32() else pa.int64()).cast(kind)
+    table = table_of([ONE_ROW]).set_column(1, "t", far)
+    with pytest.raises(LogError, match=r"0\.parquet:1: column 't': expected a time"):
+        run_import(tmp_path, table, text=MINIMAL_MAP.replace('"id"', '"t"', 1))
+
+
 def test_a_long_request_id_is_replaced_by_its_hash(tmp_path: Path) -> None:
     run_import(tmp_path, table_of([{**ONE_ROW, "id": "x" * 80}]), text=MINIMAL_MAP)
     assert len(lines_of(tmp_path / "log.jsonl")[0]["request_id"]) == 16
