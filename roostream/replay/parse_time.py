@@ -43,6 +43,15 @@ def parse_time_ms(value: int | str) -> int:
     return time_ms
 
 
+def line_time(time_ms: int) -> int | str:
+    """A time of which `parse_time_ms` makes the same number again: as text if a number could be in another
+    unit."""
+    if EARLIEST_MS <= time_ms <= LATEST_NUMBER_MS:
+        return time_ms
+    since_1970 = datetime.timedelta(milliseconds=time_ms)
+    return (datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + since_1970).isoformat()
+
+
 def parse_table_time_ms(text: str, day_first: bool) -> int:
     """Like `parse_time_ms`, and also times of other sites' tables: `2024/03/04 10:00`, `04.03.2024 10:00:00`,
     `3/4/24 10:00:00 AM`, `2024-03-04 10:00:00 UTC`. With a dot, the day comes before the month; with `/` or

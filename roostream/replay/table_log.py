@@ -28,7 +28,7 @@ from roostream.replay.datasets import DatasetOptions, EventLog
 from roostream.replay.events import Event, Request
 from roostream.replay.input_files import check_files
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
-from roostream.replay.parse_time import parse_time_ms
+from roostream.replay.parse_time import line_time, parse_time_ms
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting
 
@@ -276,7 +276,7 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
     line: Row = {
         "type": "impression",
         "request_id": _request_id(first),
-        "time": time_ms,
+        "time": line_time(time_ms),
         "candidates": columns,
         "ro": {name: first[name] for name in names if name in ro and name in first},
     }
@@ -290,7 +290,8 @@ def _engagements(tables: Sequence[LogTable], reader: LogLineReader) -> Iterator[
             reader.refuse(where, error)
             continue
         try:
-            line = {**row, "type": "engagement", "request_id": _request_id(row), "time": time_ms}
+            line = {**row, "type": "engagement", "request_id": _request_id(row)}
+            line["time"] = line_time(time_ms)
             yield reader.event(msgspec.convert(line, EngagementLine), where)
         except UNREADABLE as error:
             reader.refuse(where, error)

@@ -20,6 +20,7 @@ from roostream.replay import csv_log, parquet_log
 from roostream.replay.datasets import EventLog
 from roostream.replay.events import Action, Event, Request
 from roostream.replay.log_lines import EngagementLine, ImpressionLine, LogError, LogLineReader
+from roostream.replay.parse_time import parse_time_ms
 from roostream.schema.schema_file import load_schema, schema_from_dict
 
 T0 = 1_700_000_000_000
@@ -273,6 +274,15 @@ def test_a_column_without_a_name_can_be_ignored(tmp_path: Path) -> None:
         open_csv(tmp_path, shown)
     log = open_csv(tmp_path, shown, ignore=("column_1",))
     assert [as_dict(event) for event in log.events] == [as_dict(event) for event in expected_events()]
+
+
+@pytest.mark.parametrize(
+    "time", ["1970-01-01T00:00:00.001", "1979-12-31", "2300-01-01", "9999-12-31T23:59:59.999"]
+)
+def test_a_time_as_text_may_be_in_any_year(tmp_path: Path, time: str) -> None:
+    done = f"request_id,time,item_id,action\nr,{time},1,click\n"
+    log = open_csv(tmp_path, f"request_id,time,item_id\nr,{time},1\n", done)
+    assert [event.time_ms for event in log.events] == [parse_time_ms(time)] * 2
 
 
 def test_rows_that_are_empty_in_every_column_are_counted(tmp_path: Path) -> None:
