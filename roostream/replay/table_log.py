@@ -90,6 +90,8 @@ def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
         for path in options.impressions
     ]
     done = [_engagement_table(read(path, reader), features, options.ignore) for path in options.engagements]
+    for table in (*shown, *done):
+        _check_types(table)
     impressions, engagements = _impressions(shown, schema, reader), _engagements(done, reader)
     events = heapq.merge(impressions, engagements, key=lambda e: (e.time_ms, not isinstance(e, Request)))
     ids = [t.table["request_id"] for t in shown]
@@ -129,6 +131,16 @@ def _engagement_table(table: LogTable, features: set[str], ignore: Sequence[str]
     checked = _checked(table, known, (*_NEEDED, "action"), features, ignore)
     names = [name for name in checked.table.column_names if name in OF_ENGAGEMENTS]
     return checked._replace(table=checked.table.select(names))
+
+
+def _check_types(table: LogTable) -> None:
+    """Raises ConfigError: a column beside `time` has times, which Python may not be able to hold."""
+    for field, column in zip(table.table.schema, table.table.columns, strict=True):
+        if field.name != "time" and pa.types.is_temporal(field.type) and column.null_count < len(column):
+            raise ConfigError(
+                f"{table.path}: column {field.name!r}: expected numbers, ids or lists, got {field.type}; "
+                "convert the column, or --ignore it"
+            )
 
 
 class _TimedRow(NamedTuple):

@@ -163,6 +163,25 @@ def test_parquet_times_in_ns_and_of_any_zone_are_read(tmp_path: Path) -> None:
     assert [event.time_ms for event in parquet_log.open(options, SCHEMA, 0).events] == [T0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"), [(pa.timestamp("ms"), 2**62), (pa.timestamp("ns"), T0), (pa.date32(), 2**30)]
+)
+@pytest.mark.parametrize("name", ["price", "user_id", "brands"])
+def test_a_parquet_column_of_times_that_is_not_the_time_is_refused_or_ignored(
+    tmp_path: Path, kind: pa.DataType, value: int, name: str
+) -> None:
+    of_kind = pa.array([value], pa.int32() if kind == pa.date32() else pa.int64()).cast(kind)
+    table = pa.table({"request_id": ["r1"], "time": [T0], "item_id": [1], name: of_kind})
+    pq.write_table(table, tmp_path / "shown.parquet")
+    file = str(tmp_path / "shown.parquet")
+    with pytest.raises(
+        ConfigError, match=rf"shown\.parquet: column '{name}': expected numbers, ids or lists"
+    ):
+        parquet_log.open(parquet_log.Options(impressions=(file,)), SCHEMA, 0)
+    options = parquet_log.Options(impressions=(file,), ignore=(name,))
+    assert [event.time_ms for event in parquet_log.open(options, SCHEMA, 0).events] == [T0]
+
+
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
 @pytest.mark.parametrize("zone", [None, "Nowhere/Unknown"])
 def test_parquet_times_in_a_sequence_are_read_in_every_unit_and_zone(
