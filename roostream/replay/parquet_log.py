@@ -98,10 +98,9 @@ def damaged_file(path: str, error: Exception) -> ConfigError:
 
 
 def times_in_ms(table: pa.Table) -> pa.Table:
-    """The table with its timestamps in ms of UTC. Python reads those in ns only with pandas, and those of a
-    zone only where the system knows it."""
-    ms = pa.timestamp("ms")
-    fields = [field.with_type(ms) if pa.types.is_timestamp(field.type) else field for field in table.schema]
+    """The table with its timestamps, also those in lists and objects, in ms of UTC. Python reads those in ns
+    only with pandas, and those of a zone only where the system knows it."""
+    fields = [field.with_type(_with_times(field.type, pa.timestamp("ms"))) for field in table.schema]
     return table.cast(pa.schema(fields), safe=False)
 
 

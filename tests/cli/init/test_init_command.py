@@ -688,6 +688,18 @@ def test_timestamps_are_read_whatever_their_unit_and_zone_or_refused() -> None:
         run("other", "--from", "visits.parquet")
 
 
+@pytest.mark.parametrize("kind", [pa.timestamp("ms", "Nowhere/Unknown"), pa.timestamp("ns")])
+def test_timestamps_in_lists_and_objects_are_read_whatever_their_unit_and_zone(kind: pa.DataType) -> None:
+    lists = pa.array([[1]] * 3, pa.list_(kind))
+    read = pa.StructArray.from_arrays([pa.array([[7]] * 3), lists], ["item", "time"])
+    write_visits(pa.array([T0] * 3), read=read)
+    run("shop", "--from", "visits.parquet")
+    assert 'columns = { time = "time_ms" }' in Path("shop/schema.toml").read_text()
+    write_visits(pa.array([T0] * 3), seen=lists)
+    with pytest.raises(ConfigError, match=r"column 'seen' .* convert the column"):
+        run("other", "--from", "visits.parquet")
+
+
 @pytest.mark.parametrize("flags", [("--ignore", "price"), ("--item", "item_id")])
 def test_options_about_columns_are_refused_for_lines_with_fixed_names(flags: tuple[str, str]) -> None:
     write_lines("log.jsonl", make_log())
