@@ -30,7 +30,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire import transform
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
-from roostream.wire.records import Record
+from roostream.wire.records import MAX_WEIGHT, Record
 from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, summarize
 from trainer.monitoring.verdict import RULES, PairedRequests, request_scores
 
@@ -71,9 +71,11 @@ class Baselines:
         self._waiting: list[_Scored] = []
 
     def add(self, sample: pb.Sample, record: Record) -> None:
-        """`record` is the record of the sample."""
+        """`record` is the record of the sample. A sample that the decoder would refuse is ignored."""
         label_nT = self._labels(sample)
-        if label_nT is None:
+        if label_nT is None or len(sample.positions) not in (0, len(label_nT)):
+            return
+        if not 0 <= sample.weight <= MAX_WEIGHT:
             return
         shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
         place_n = np.minimum(shown_n, _MAX_PLACES - 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +99,30 @@ def test_repeated_and_unreadable_records_change_nothing() -> None:
     undecodable = [records[0]._replace(value=b"\x01\x02broken"), records[1]._replace(value=b"")]
     repeated = [copy for record in records for copy in (record, *undecodable, record)]
     assert quality_of(repeated).metrics() == quality_of(records).metrics()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"positions": [0, 1, 2]},
+        {"positions": [0]},
+        {"weight": math.nan},
+        {"weight": math.inf},
+        {"weight": -1},
+    ],
+    ids=str,
+)
+def test_a_sample_that_the_trainer_refuses_changes_nothing(fields: dict[str, Any]) -> None:
+    records = traffic(1.0)
+    message = pb.Sample.FromString(records[0].value[2:])
+    for name in fields:
+        message.ClearField(name)
+    message.MergeFrom(pb.Sample(**fields))
+    message.sample_id = NUM_REQUESTS + 1
+    refused = records[0]._replace(value=wire.encode(wire.SAMPLE, message), offset=NUM_REQUESTS)
+    after_warm_up = 2 * (WARM_UP + 1)
+    found = quality_of([*records[:after_warm_up], refused, *records[after_warm_up:]])
+    assert found.metrics() == quality_of(records).metrics()
 
 
 def test_a_share_of_the_requests_is_compared_by_sample_id() -> None:
