@@ -322,7 +322,8 @@ class RankService:
             return None
         try:
             rival_nT = probabilities(choice.rival.score(self.rows, complete.columns()))
-        except RequestError:
+        except Exception:  # also a lack of memory: the request has its scores
+            log.debug("version %s cannot score a request as a rival", choice.rival.name, exc_info=True)
             self.interleaving_stats.record_failure()
             return None
         task = self.policy.task

@@ -7,6 +7,7 @@ has no time for are dropped and counted. Letters: n candidates, T tasks.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterable
@@ -17,11 +18,13 @@ from prometheus_client import Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from roostream.errors import RoostreamError
+from roostream.runtime.log_rate_limit import LogRateLimit, error_kind
 from serving.scorer import RowReader, Version, probabilities
 from serving.versions.idle_gate import IdleGate
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import ScoredRequest
+
+log = logging.getLogger("roostream.serving.versions")
 
 MAX_WAITING = 64
 PATIENCE_S = 0.5  # to wait for a moment without requests
@@ -43,6 +46,7 @@ class ShadowScoring(Collector):
         self.versions, self.rows, self.task, self.idle_gate = versions, rows, task, idle_gate
         self.num_scored = self.num_dropped = self.num_failed = 0
         self._waiting: queue.Queue[_Waiting] = queue.Queue(MAX_WAITING)
+        self._log_rate_limit = LogRateLimit()
         self._histograms = (
             Histogram(
                 "roostream_serving_shadow_difference",
@@ -98,8 +102,10 @@ class ShadowScoring(Collector):
         request, shadow = waiting
         try:
             scores_nT = probabilities(request.score_with(shadow, self.rows))
-        except RoostreamError:
+        except Exception as error:  # also a lack of memory: it must not end the process that serves
             self.num_failed += 1
+            text = "shadow version %s cannot score a request: %r"
+            self._log_rate_limit.warning(log, error_kind(error), text, shadow.name, error)
             return
         self.num_scored += 1
         found: Differences = differences(request.scores_nT, scores_nT, self.task)

@@ -123,6 +123,22 @@ def test_a_failing_rival_leaves_the_order_unchanged(serving: InProcessServing) -
     assert serving.service.interleaving_stats.num_lists == 0
 
 
+def test_a_rival_without_memory_leaves_the_order_unchanged(serving: InProcessServing) -> None:
+    class RowsForOnePass(FakeRows):
+        num_passes = 0
+
+        def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+            self.num_passes += 1
+            if self.num_passes > 1:
+                raise MemoryError("no room for a second batch")
+            return super().gather(lookup)
+
+    serving.service.rows = RowsForOnePass(SCHEMA)
+    serving.service.versions.put(interleave=TrafficSplit("previous", 1.0))
+    result, _ = rank(serving)
+    assert result.answer.model_version == "1-2" and serving.service.interleaving_stats.num_failed == 1
+
+
 def test_a_scored_request_contains_all_inputs_of_a_rescore(serving: InProcessServing) -> None:
     scored_requests: list[ScoredRequest] = []
     serving.service.on_scored = scored_requests.append

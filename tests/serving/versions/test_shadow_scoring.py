@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from roostream.models.build import build_model
 from roostream.runtime.clock import FakeClock
+from roostream.wire.lookup import Lookup
 from serving.rank_json import JsonParser
 from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
@@ -107,6 +108,21 @@ def test_a_failing_shadow_is_counted(fixture: ShadowFixture) -> None:
     fixture.rank()
     fixture.shadow.turn(max_s=0.001)
     assert (fixture.shadow.num_scored, fixture.shadow.num_failed) == (0, 1)
+
+
+def test_a_shadow_without_memory_is_counted_and_the_next_request_is_compared(fixture: ShadowFixture) -> None:
+    class RowsWithoutMemory(FakeRows):
+        def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+            raise MemoryError("no room for a batch")
+
+    fixture.install("1-1", 2.0)
+    fixture.rank(1)
+    fixture.rank(2)
+    rows, fixture.shadow.rows = fixture.shadow.rows, RowsWithoutMemory(SCHEMA)
+    fixture.shadow.turn(max_s=0.001)
+    fixture.shadow.rows = rows
+    fixture.shadow.turn(max_s=0.001)
+    assert (fixture.shadow.num_scored, fixture.shadow.num_failed) == (1, 1)
 
 
 # Tests of the comparison of two versions' scores.
