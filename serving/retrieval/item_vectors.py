@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -276,7 +277,9 @@ class ItemVectorUpdater:
     def _read_catalogue(self) -> None:
         """Step 2."""
         try:
-            found = Path(self.settings.items).stat()
+            # A file that can't be opened has no stamp, although `stat` succeeds.
+            with Path(self.settings.items).open("rb") as file:
+                found = os.fstat(file.fileno())
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
         except OSError:
             stamp = (0, 0, 0)

@@ -4,6 +4,7 @@ and weights of the same version."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,22 @@ def test_a_catalogue_that_appears_later_is_loaded(retrieval: RetrievalServing) -
     )
     assert "expected a file of items" in retrieval.updater.retriever.unavailable_reason
     retrieval.items.with_suffix(".away").rename(retrieval.items)
+    retrieval.turn(after_s=5.0)
+    assert len(index_of(retrieval).catalogue) == NUM_ITEMS
+
+
+def test_a_catalogue_that_could_not_be_read_is_read_again_although_it_is_the_same_file(
+    retrieval: RetrievalServing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        for _ in range(3):
+            retrieval.turn(after_s=5.0)
+    assert "Input/output error" in retrieval.updater.retriever.unavailable_reason
+    assert caplog.text.count("Input/output error") == retrieval.updater.num_refused == 1
     retrieval.turn(after_s=5.0)
     assert len(index_of(retrieval).catalogue) == NUM_ITEMS
 
