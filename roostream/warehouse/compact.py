@@ -667,6 +667,7 @@ def _retirement_progress(
         steps[name] = max(steps.get(name, samples.progress(name) or 0), file.last_offset + 1)
     paths = {file.path for file in gone}
     oldest_left = min((file.day for file in samples.files if file.path not in paths), default=date.min)
-    if any(file.day < oldest_left for file in gone):
-        steps[RETIRED_DAYS] = max(samples.progress(RETIRED_DAYS) or 0, oldest_left.toordinal())
+    # Not `oldest_left` itself: samples of the days in between may still come, after their corrections.
+    if whole_days := [file.day.toordinal() for file in gone if file.day < oldest_left]:
+        steps[RETIRED_DAYS] = max(samples.progress(RETIRED_DAYS) or 0, max(whole_days) + 1)
     return steps

@@ -660,6 +660,19 @@ def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_pat
     assert not any((tmp_path / "samples" / path).exists() for path in retired)
 
 
+def test_a_sample_of_long_ago_retires_no_corrections_that_wait_for_their_samples(tmp_path: Path) -> None:
+    """Else one wrong close time cost the labels of all days between it and the oldest day of the archive."""
+    long_ago, recent = FIRST_DAY[:1], closed_on(rich_records(SCHEMA, 20, partition=0), 400, first_offset=1)
+    archive(tmp_path, [*long_ago, *recent])
+    compactor = make_compactor(tmp_path, keep_days=30)
+    assert compactor.retire() == 1
+    early = closed_on(rich_records(SCHEMA, 1, partition=0), 390)[0]  # its archiver has not committed it yet
+    item = pb.Sample.FromString(early.value[2:]).item_ids[0]
+    archive(tmp_path, [*long_ago, *recent, make_correction(early, item, 0.0, 1.0, offset=0, event=5)])
+    assert compactor.retire() == 0
+    assert len(Warehouse(tmp_path).corrections.snapshot().files) == 1
+
+
 def test_the_vacuum_waits_while_the_folder_of_pins_is_away(tmp_path: Path) -> None:
     archive(tmp_path, FIRST_DAY)
     make_compactor(tmp_path).vacuum()
