@@ -173,8 +173,9 @@ class Auditor:
         starts, ends, since_ms = consumer.positions(), consumer.end_offsets(), 0
         for p, at in starts.items():
             if at > 0:
-                first = consumer.poll(1, _FIRST_RECORD_TIMEOUT_S, p) if at < ends[p] else []
-                oldest_ms = first[0].timestamp_ms if first else self._clock.now_ms()
+                first = consumer.poll(2, _FIRST_RECORD_TIMEOUT_S, p) if at < ends[p] else []
+                # The smaller of two times: a single time in the future must not leave all events out.
+                oldest_ms = min((r.timestamp_ms for r in first), default=self._clock.now_ms())
                 since_ms = max(since_ms, oldest_ms + self.accounts.settle_ms)
         if since_ms:
             consumer.seek(starts)

@@ -202,6 +202,21 @@ def test_after_retention_only_later_records_are_audited() -> None:
     assert sums.accounted and sums.requests == sums.samples == 100 - 45
 
 
+def test_a_record_of_the_future_is_not_the_begin_of_the_audit() -> None:
+    """It is kept longest: retention deletes what is older than its newest record."""
+    at = ("samples", 20)
+    records = [
+        record._replace(timestamp_ms=T0 + 10**9) if (record.topic, record.offset) == at else record
+        for record in traffic(0, 100)
+    ]
+    reader = MemoryConsumer(ALL, records)
+    reader.trim(("samples", 1), 20)
+    a = Auditor(Broker("nowhere:1"), "x.", settle_ms=15_000, clock=FakeClock())
+    a.open_with(reader)
+    a.poll()
+    assert a.sums().since_ms == T0 + 31_000 + 15_000 and a.sums().requests == 100 - 46
+
+
 def test_an_emptied_topic_does_not_count_as_lost() -> None:
     reader = MemoryConsumer(ALL, traffic(0, 10))
     reader.trim(("samples", 1), 10)
