@@ -115,8 +115,9 @@ class Auditor:
         return consumer
 
     def is_current(self) -> bool:
-        """Whether all end offsets of the start were reached; before, the sums are partial."""
-        return self._has_goal and not self._goal
+        """Whether all end offsets of the start were reached; before, the sums are partial. False while the
+        counts are invalid."""
+        return self._has_goal and not self._goal and not self.must_restart
 
     def behind(self) -> int | None:
         """Number of unread records a moment ago; None = unknown."""

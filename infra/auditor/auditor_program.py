@@ -68,9 +68,11 @@ class AuditorLoop:
 
     def turn(self, budget_s: float) -> None:
         """Steps 2 and 3."""
-        self.auditor.poll(budget_s)
-        if time.monotonic() - self._exported_s >= _EXPORT_EVERY_S:
-            self.export()
+        try:
+            self.auditor.poll(budget_s)
+        finally:  # also if nothing can be read: the state is not that of before
+            if time.monotonic() - self._exported_s >= _EXPORT_EVERY_S:
+                self.export()
         if time.monotonic() - self._saved_s >= self.config.save_interval_ms / 1000:
             self.save()
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from infra.auditor import auditor_program
 from infra.auditor.auditor import Auditor
 from infra.auditor.auditor_program import AuditorLoop
 from infra.auditor.config import AuditorConfig
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
+from roostream.runtime.kafka.topics import Progress
 from tests.infra.auditor.test_auditor import ALL, TOPICS, traffic
 
 
@@ -93,6 +95,36 @@ def test_an_unavailable_broker_at_the_start_is_reported(tmp_path: Path) -> None:
     loop.open()
     loop.turn(0.0)
     assert loop.metrics["roostream_auditor_requests"] == 5
+
+
+def test_an_audit_that_has_to_start_over_and_cannot_is_not_reported_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor_program, "_EXPORT_EVERY_S", 0.0)
+
+    class ConsumerWithoutEnds(MemoryConsumer):
+        fails = False
+
+        def end_offsets(self) -> Progress:
+            if self.fails:
+                raise UnavailableError("injected")
+            return super().end_offsets()
+
+    reader = ConsumerWithoutEnds(ALL, traffic(0, 5))
+    loop = make_loop(reader, tmp_path)
+    loop.open()
+    loop.turn(0.0)
+    assert loop.metrics["roostream_auditor_accounted"]["yes"] == 1
+    reader.append(traffic(5, 5, start=5))
+    reader.trim(("impressions", 1), 8)
+    reader.fails = True
+    with pytest.raises(UnavailableError, match="injected"):
+        loop.turn(0.0)
+    assert loop.metrics["roostream_auditor_accounted"]["reading"] == 1
+    reader.fails = False
+    loop.turn(0.0)
+    assert loop.metrics["roostream_auditor_lost_records"] == 3
+    assert loop.metrics["roostream_auditor_accounted"]["yes"] == 1
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
