@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -182,20 +183,26 @@ Run = Sequence[SampleFile]
 
 
 def merge_files(
-    files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], max_rows: int, merge_bytes: int
+    files: Sequence[SampleFile],
+    column_types: Mapping[str, ColumnType],
+    max_rows: int,
+    merge_bytes: int,
+    beat: Callable[[], None] = lambda: None,
 ) -> Iterator[FileRows]:
     """The rows of several files of one writer, ordered by user, in pieces: each sample once (its lowest
     offset). A piece has at most `max_rows` rows and about `merge_bytes` uncompressed bytes, so the memory of
     the merge does not grow with a day, except for 200 bytes for each row.
-    For each piece the row groups that hold rows of it are read; others are skipped.
+    For each piece the row groups that hold rows of it are read; others are skipped. `beat` is called after
+    each file.
 
     Raises:
         UnavailableError, CheckpointError: as `SampleFile.columns`.
     """
-    file_M, row_M = _rows_by_user(files)
+    file_M, row_M = _rows_by_user(files, beat)
     at_once = min(max_rows, max(1, merge_bytes * len(row_M) // max(_num_bytes(files), 1)))
     for start in range(0, len(row_M), at_once):
-        yield _gather(files, column_types, file_M[start : start + at_once], row_M[start : start + at_once])
+        chosen = slice(start, start + at_once)
+        yield _gather(files, column_types, file_M[chosen], row_M[chosen], beat)
 
 
 def max_runs(runs: Sequence[Run], merge_bytes: int) -> int:
@@ -211,7 +218,7 @@ def _num_bytes(files: Sequence[SampleFile]) -> int:
     return sum(chunk.total_uncompressed_size for file in files for _, chunk in file.column_chunks())
 
 
-def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
+def _rows_by_user(files: Sequence[SampleFile], beat: Callable[[], None]) -> tuple[np.ndarray, np.ndarray]:
     """(number of the file, row in it) of each sample's first copy, int64 [M], ordered as `sort_by_user`."""
     keys = {name: REQUEST[name] for name in ("sample_id", "offset", "time_ms")}
     keys |= {name: REQUEST["sample_id"] for name in ("user_id", "session_id")}
@@ -221,6 +228,7 @@ def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
         file.source.fetch(())  # drops the bytes that were read
         for name in keys:
             found[name].append(columns[name].values)
+        beat()
     rows = [np.arange(len(offsets)) for offsets in found["offset"]]
     key_N = {name: np.concatenate(found.pop(name)) for name in keys}
     file_N = np.repeat(np.arange(len(files)), [len(part) for part in rows])
@@ -234,7 +242,11 @@ def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gather(
-    files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], file_M: np.ndarray, row_M: np.ndarray
+    files: Sequence[SampleFile],
+    column_types: Mapping[str, ColumnType],
+    file_M: np.ndarray,
+    row_M: np.ndarray,
+    beat: Callable[[], None],
 ) -> FileRows:
     """Rows `row_M` of files `file_M`, in that order."""
     parts: list[FileRows] = []
@@ -249,6 +261,7 @@ def _gather(
             at_M[here_M] = np.arange(taken, taken + len(here_M))
             taken += len(here_M)
         files[n].source.fetch(())
+        beat()
     return merge_rows(parts, at_M)
 
 
@@ -326,7 +339,7 @@ class Compactor:
     def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
         """Seal the days that are due, merge corrections, retire old days, and delete unused files once an
         hour. A damaged file, a missing schema or a file that cannot be read now stops only its own day.
-        `beat` is called as a sign of progress, after each piece of a seal and after each other step.
+        `beat` is called as a sign of progress, after each file that is read or deleted, and after each step.
 
         Raises:
             UnavailableError: the warehouse, or a file of a day that is due, cannot be used now; finished
@@ -349,7 +362,8 @@ class Compactor:
             beat()
         self.num_due = 0
         # A full disk stops what writes. The vacuum frees space.
-        for step in (lambda: self.merge_corrections(beat), self.retire, self._vacuum_hourly):
+        vacuum = partial(self._vacuum_hourly, beat)
+        for step in (lambda: self.merge_corrections(beat), self.retire, vacuum):
             try:
                 step()
             except UnavailableError as error:
@@ -396,8 +410,8 @@ class Compactor:
         )
 
     def seal(self, seal: Seal, beat: Callable[[], None] = lambda: None) -> bool:
-        """Steps 2 and 3. `beat` is called after each piece. False: another compactor was first; nothing was
-        changed.
+        """Steps 2 and 3. `beat` is called after each file and piece. False: another compactor was first;
+        nothing was changed.
 
         Raises:
             UnavailableError: the warehouse cannot be read or written now.
@@ -451,7 +465,7 @@ class Compactor:
                 continue
             count = late.progress(name := compact_name(day, partition))
             try:
-                new = self._merged_corrections(files, sorted(groups))
+                new = self._merged_corrections(files, sorted(groups), beat)
                 step = {name: ProgressStep(count, (count or 0) + 1)}
                 self.warehouse.corrections.commit(new, files, step)
             except FencedError as error:
@@ -467,7 +481,7 @@ class Compactor:
         return merged
 
     def _merged_corrections(
-        self, files: Sequence[DataFile], groups: Sequence[tuple[int, str]]
+        self, files: Sequence[DataFile], groups: Sequence[tuple[int, str]], beat: Callable[[], None]
     ) -> list[DataFile]:
         """The new files, one set for each writer and topic."""
         new_files: list[DataFile] = []
@@ -476,7 +490,7 @@ class Compactor:
                 chosen = [file for file in files if (file.fingerprint, file.topic) == (fingerprint, topic)]
                 column_types = correction_types(writer_of(chosen[0], self.warehouse.registry))
                 parts = []
-                for file in chosen:
+                for file in _with_beats(chosen, beat):
                     columns, counts_R = self.warehouse.open_file(CORRECTIONS, file).columns(column_types)
                     parts.append(FileRows(columns=columns, column_types=column_types, counts_R=counts_R))
                 rows = sort_by_user(merge_rows(parts, np.arange(sum(file.rows for file in chosen))))
@@ -540,8 +554,8 @@ class Compactor:
         if old := [f for f in late.files if f.day.toordinal() < limit and (f.day, f.partition) not in there]:
             self.warehouse.corrections.commit((), old, _retire_step(late))
 
-    def vacuum(self) -> list[str]:
-        """Delete unused files and return their paths.
+    def vacuum(self, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Delete unused files and return their paths. `beat` is called after each.
 
         Raises:
             UnavailableError: the warehouse or its pins cannot be read now.
@@ -550,7 +564,7 @@ class Compactor:
         deleted: list[str] = []
         for name, table in self.warehouse.tables.items():
             held = pinned_versions(self.warehouse.store, name, self.clock.now_ms(), self._pins)
-            deleted += table.vacuum(self.config.vacuum_after_hours, held)
+            deleted += table.vacuum(self.config.vacuum_after_hours, held, beat=beat)
         self.counts.deleted += len(deleted)
         return deleted
 
@@ -578,9 +592,9 @@ class Compactor:
                 "make the folder `pins` available again, or create this empty file if it is the right folder"
             )
 
-    def _vacuum_hourly(self) -> None:
+    def _vacuum_hourly(self, beat: Callable[[], None]) -> None:
         if self.clock.monotonic_s() >= self._next_vacuum_s:
-            self.vacuum()
+            self.vacuum(beat)
             self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
 
     def _write_sealed(self, seal: Seal, new_files: list[DataFile], beat: Callable[[], None]) -> None:
@@ -589,7 +603,8 @@ class Compactor:
         for fingerprint, topic in sorted({(file.fingerprint, file.topic) for file in seal.files}):
             files = [file for file in seal.files if (file.fingerprint, file.topic) == (fingerprint, topic)]
             writer = writer_of(files[0], self.warehouse.registry)
-            latest = read_latest(self.warehouse, seal.corrections, [label.name for label in writer.labels])
+            late = _with_beats(seal.corrections, beat)
+            latest = read_latest(self.warehouse, late, [label.name for label in writer.labels])
             column_types = sample_types(writer)
             key = FileKey(
                 table=SAMPLES,
@@ -609,7 +624,7 @@ class Compactor:
     def _merge(
         self, files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], beat: Callable[[], None]
     ) -> Iterator[FileRows]:
-        for piece in merge_files(files, column_types, self.config.max_rows, self.config.merge_bytes):
+        for piece in merge_files(files, column_types, self.config.max_rows, self.config.merge_bytes, beat):
             yield piece
             beat()
 
@@ -624,7 +639,7 @@ class Compactor:
         """Open `files`. If they are more runs than one merge should read (`max_runs`), merge them to fewer,
         longer runs first, as an external merge sort does. Longer runs are files that no log names. They are
         deleted at the end of the block, or by a vacuum if that fails."""
-        opened = [self.warehouse.open_file(SAMPLES, file) for file in files]
+        opened = [self.warehouse.open_file(SAMPLES, file) for file in _with_beats(files, beat)]
         runs: list[Run] = [[file] for file in opened if not file.file.sealed]
         if sealed := [file for file in opened if file.file.sealed]:
             runs.append(sealed)  # all of one seal
@@ -639,10 +654,18 @@ class Compactor:
                     for merged in self._merge([file for run in part for file in run], column_types, beat):
                         for piece in split_rows(merged):
                             longer.append(write_rows(self.warehouse.store, piece, key))
-                    runs.append([self.warehouse.open_file(SAMPLES, file) for file in longer[first_new:]])
+                    new = _with_beats(longer[first_new:], beat)
+                    runs.append([self.warehouse.open_file(SAMPLES, file) for file in new])
             yield [file for run in runs for file in run]
         finally:
             delete_files(self.warehouse.store, SAMPLES, longer)
+
+
+def _with_beats(files: Iterable[DataFile], beat: Callable[[], None]) -> Iterator[DataFile]:
+    """The files; `beat` is called when the next one is taken."""
+    for file in files:
+        yield file
+        beat()
 
 
 def folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:

@@ -235,11 +235,16 @@ class WarehouseTable:
         self._retry(attempt)
 
     def vacuum(
-        self, retention_hours: int, keep_versions: Collection[int] = (), *, dry_run: bool = False
+        self,
+        retention_hours: int,
+        keep_versions: Collection[int] = (),
+        *,
+        dry_run: bool = False,
+        beat: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Delete files that were removed from the table this long ago, and files that no version has named
         for ORPHAN_HOURS; return their paths. Files of `keep_versions` stay, and so do files whose name is
-        none of this package. It lists the whole table twice.
+        none of this package. It lists the whole table twice. `beat` is called after each deleted file.
 
         Raises:
             UnavailableError: the location cannot be read or written.
@@ -260,6 +265,7 @@ class WarehouseTable:
         if not dry_run:
             for path in found:
                 self._store.delete(f"{self.name}/{path}")
+                beat()
         return found
 
     def _keep_removals(self, hours: int) -> None:

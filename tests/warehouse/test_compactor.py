@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import key_bytes, sample_id
 from roostream.warehouse.archive import sample_types
@@ -282,6 +283,46 @@ def test_a_seal_in_several_passes_changes_no_row_and_leaves_no_file_of_a_pass(tm
         str(path.relative_to(tmp_path / "samples")) for path in tmp_path.glob("samples/1970-*/**/*.parquet")
     }
     assert stored == {file.path for file in (*unsealed, *sealed)}
+
+
+class CountingStore(FileStore):
+    """Counts the requests for files since the last beat."""
+
+    num_silent = max_silent = 0
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        self.num_silent += 1
+        self.max_silent = max(self.max_silent, self.num_silent)
+        return super().get_range(name, start, size)
+
+    def beat(self) -> None:
+        self.num_silent = 0
+
+
+def test_the_time_between_two_beats_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
+    """Else a compactor of a day with thousands of files is restarted as stalled, again and again."""
+    max_silent: list[int] = []
+    beats: list[int] = []
+    for num_files in (12, 36):
+        samples = closed_on(rich_records(SCHEMA, num_files, partition=0), 0)
+        later = closed_on(rich_records(SCHEMA, 1, partition=0), 3, first_offset=num_files)
+        corrections: list[Record] = []
+        for record in samples:
+            for item in pb.Sample.FromString(record.value[2:]).item_ids[:1]:
+                n = len(corrections)
+                corrections.append(make_correction(record, item, 0.0, 1.0, offset=n, event=n + 1))
+        location = tmp_path / str(num_files)
+        archive(location, [*samples, *later, *corrections], per_flush=1)
+        compactor = make_compactor(location)
+        compactor.warehouse.store = store = CountingStore(location)
+        compactor.run_once(threading.Event(), store.beat)
+        assert compactor.counts.seals == 1 and compactor.counts.damaged == 0
+        assert len(compactor.warehouse.corrections.snapshot().files) == 1
+        max_silent.append(store.max_silent)
+        beats.clear()
+        deleted = compactor.warehouse.samples.vacuum(0, beat=lambda: beats.append(1))
+        assert len(beats) == len(deleted) == num_files
+    assert max_silent[0] == max_silent[1]
 
 
 def test_the_memory_of_a_seal_does_not_grow_with_the_day(tmp_path: Path) -> None:
