@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ log = logging.getLogger("roostream.joiner")
 POLL_S = 1.0
 _READ_GAUGES_EVERY_S = 5.0  # Flink's own are up to 10 s old
 _COUNT_LOSSES_EVERY_S = 10.0
+_SUBMIT_S = 600.0  # a program that starts counts as alive, so nobody else ends a client that hangs
+_END_S = 3.0  # between SIGTERM and SIGKILL of the client
 _RECOVERY_S = 60.0  # a job manager with high availability recovers its jobs within this time
 _SETTLE_S = 10.0  # a job that has run for this long since its last failure is ready
 _MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
@@ -264,13 +267,14 @@ def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threadi
         )
 
 
-def submit(config: JoinerConfig, stop: threading.Event) -> str:
+def submit(config: JoinerConfig, stop: threading.Event, timeout_s: float = _SUBMIT_S) -> str:
     """Start the job, from `config.restore` if that is set. Returns its id. Takes about 15 s.
 
     Raises:
         SetupError: PyFlink is not installed. ConfigError: FLINK_HOME is wrong. OtherVersionError:
         `config.restore` is of another version of the joiner's state. UnavailableError: Flink's client failed
-        (with its error), or `stop` was set. Either no job was started, or `live_job` finds it.
+        (with its error) or took longer than `timeout_s`, or `stop` was set. Either no job was started, or
+        `live_job` finds it.
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
     # A client that outlived this process would submit its job beside that of the next process.
@@ -294,7 +298,7 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
             text=True,
             env=_client_environment(folder),
         ) as client:
-            output = _wait(client, stop)
+            output = _wait(client, stop, timeout_s)
     found = re.search(r"JobID ([0-9a-f]{32})", output)
     if client.returncode or not found:
         log.debug("flink run printed:\n%s", output)
@@ -343,14 +347,30 @@ def _client_environment(tmp: str) -> dict[str, str]:
     }
 
 
-def _wait(client: subprocess.Popen[str], stop: threading.Event) -> str:
+def _wait(client: subprocess.Popen[str], stop: threading.Event, timeout_s: float) -> str:
+    """What the client prints until it ends. It is ended after the time limit and by a stop."""
+    until_s = time.monotonic() + timeout_s
     while True:
         try:
             return client.communicate(timeout=0.2)[0]
         except subprocess.TimeoutExpired:
             if stop.is_set():
-                client.terminate()
+                _end(client)
                 raise UnavailableError("stopped while submitting the job") from None
+            if time.monotonic() >= until_s:
+                _end(client)
+                raise UnavailableError(
+                    f"expected Flink's client to submit the job within {timeout_s:g} s, got no answer; check "
+                    "the job manager's log, and restart the joiner"
+                ) from None
+
+
+def _end(client: subprocess.Popen[str]) -> None:
+    client.terminate()
+    try:
+        client.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        client.kill()
 
 
 def _most_specific_line(output: str) -> str:

@@ -168,6 +168,19 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
         submit(JoinerConfig(flink="http://x:1"), stop)
 
 
+def test_a_client_that_hangs_is_ended_also_if_it_ignores_a_request_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fake_flink(tmp_path, "trap '' TERM; exec sleep 90")
+    monkeypatch.setenv("FLINK_HOME", str(tmp_path))
+    with pytest.raises(UnavailableError, match=r"submit the job within 0\.5 s"):
+        submit(JoinerConfig(flink="http://x:1"), threading.Event(), timeout_s=0.5)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(UnavailableError, match="stopped while submitting"):
+        submit(JoinerConfig(flink="http://x:1"), stop)
+
+
 def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
