@@ -113,6 +113,7 @@ class VersionFollower:
         self._num_polls = 0
         self._refused: dict[str, _Refused] = {}  # by the name of the manifest
         self._away = self._is_empty = False
+        self._must_withdraw = False  # since the last installation, until it is known what a rollback removed
         self._looked_for: set[str] = set()  # versions that splits name
         self._refusal = (0, "")  # number of the newest refused commit, and why it is not served
 
@@ -155,6 +156,8 @@ class VersionFollower:
         names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
         self._note_empty(not names)
         self._num_polls += 1
+        if self._must_withdraw and names:  # the store failed before
+            self._withdraw(names)
         self._refused = {name: refused for name, refused in self._refused.items() if name in names}
         for name in sorted(names, key=manifests.seq_of, reverse=True):
             refused = self._refused.get(name)
@@ -166,7 +169,8 @@ class VersionFollower:
             if commit == self._installed:
                 return False
             if self._install(commit):
-                self._withdraw({manifests.seq_of(name): name for name in names})
+                self._must_withdraw = True
+                self._withdraw(names)
                 return True
         return False
 
@@ -244,20 +248,26 @@ class VersionFollower:
                 self.versions.add_older(found, manifest.time_ms, manifest.watermark_ms)
             self._looked_for.add(version)
 
-    def _withdraw(self, names: dict[int, str]) -> None:
+    def _withdraw(self, names: list[str]) -> None:
         """Unload the versions that a rollback removed: their number is gone, though not at the old end, where
-        expired manifests are removed; or it belongs to a commit of another incarnation."""
+        expired manifests are removed; or it belongs to a commit of another incarnation.
+
+        Raises:
+            UnavailableError: as `_install`.
+        """
+        name_of = {manifests.seq_of(name): name for name in names}
 
         def is_withdrawn(version: str) -> bool:
             seq = int(version.rpartition("-")[2])
-            if seq not in names:
-                return seq > min(names)
+            if seq not in name_of:
+                return seq > min(name_of)
             try:
-                return manifests.load(self.store, names[seq]).manifest.version != version
+                return manifests.load(self.store, name_of[seq]).manifest.version != version
             except CheckpointError:
                 return False  # damaged or just deleted: nothing says that it was another commit
 
         self.versions.withdraw(is_withdrawn)
+        self._must_withdraw = False
 
     def _held(self, manifest: Manifest) -> Version | None:
         """A loaded version was verified and warmed up before."""

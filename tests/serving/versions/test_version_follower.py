@@ -325,6 +325,33 @@ def test_a_rollback_to_a_loaded_version_loads_nothing(commits: Commits) -> None:
     assert not commits.follower.poll()
 
 
+def test_a_discarded_version_is_unloaded_although_the_store_failed_when_it_was_replaced(
+    tmp_path: Path,
+) -> None:
+    class StoreWithAnOutage(FileStore):
+        num_reads_left = 1 << 30
+
+        def get(self, name: str) -> bytes:
+            if name == "manifests/00000002":
+                self.num_reads_left -= 1
+                if self.num_reads_left == -1:
+                    raise UnavailableError("Input/output error")
+            return super().get(name)
+
+    commits = Commits(tmp_path)
+    for seq in (1, 2):
+        commits.commit(seq)
+        commits.follower.poll()
+    manifests.discard_after(commits.store, 1)
+    commits.commit(2, incarnation=2)
+    commits.follower.store = store = StoreWithAnOutage(tmp_path)
+    store.num_reads_left = 1  # enough for the new version, not for the comparison with the old one
+    commits.follower.poll()
+    assert commits.versions.newest.name == "2-2" and store.num_reads_left == -1
+    commits.follower.poll()
+    assert [h.version.name for h in commits.versions.loaded] == ["2-2"]
+
+
 def test_a_rollback_to_an_unloaded_version_loads_it(commits: Commits) -> None:
     for seq, fill in ((1, 0.125), (2, 0.25), (3, 0.5), (4, 0.75)):
         commits.commit(seq, fill=fill)
