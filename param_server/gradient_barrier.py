@@ -2,7 +2,7 @@
 update.
 
     first push ──► open ──► the push of every worker has come: applied ──► all are answered
-                    └─────► aborted: a new incarnation, a defect, a stop, the time limit ──► all get the reason
+                    └─────► aborted: new incarnation, defect, stop, time limit ──► all get the reason
 
 A worker's pushes are sequential and every worker pushes at every step, so one step is open at a time.
 Gradients of equal keys are added in the order of workers, in float64, whatever the order of arrival; so the
