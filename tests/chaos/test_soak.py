@@ -267,11 +267,13 @@ def test_nothing_is_lost_and_memory_is_flat_under_random_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dataclasses.replace(quick_options(), serving_processes=SERVING)
-    simulated = {"rate": 40.0, "item_life_ms": round(ITEM_LIFE_S * 1000)}
-    options.overrides["simulate"] = simulated  # type: ignore[index]
-    # Keep the ids of ten minutes instead of an hour, so that bounded memory is full before slopes are
-    # measured.
-    options.overrides["worker"]["dedupe_horizon_ms"] = 600_000  # type: ignore[index]
+    # So that bounded memory is full before slopes are measured: tables of 100 users, and ids of ten minutes
+    # instead of an hour.
+    simulated = {"rate": 40.0, "users": 100, "item_life_ms": round(ITEM_LIFE_S * 1000)}
+    overrides: dict[str, dict[str, Any]] = options.overrides  # type: ignore[assignment]
+    overrides["simulate"] = simulated
+    overrides["worker"]["dedupe_horizon_ms"] = 600_000
+    overrides["auditor"] = {"horizon_ms": 600_000}
     with contextlib.ExitStack() as stopping:
         store = stopping.enter_context(object_store(monkeypatch)) if BUCKET else None
         if store is not None:
