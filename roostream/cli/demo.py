@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def demo(home: Path, seconds: float | None, rate: float, **given: Any) -> None:
     console = Console()
     stop = stop_on_signals()
     stack = Stack(home, options)
-    log_to(stack.home, ConsoleHandler(console))
+    log_to(stack.home, ConsoleHandler(console, stop.set))
     with stack:
         check_feature_logs(stack.home.root, options.serving_processes)
         stack.start(["all", "simulate"])
@@ -187,11 +188,19 @@ def _has_unknown(status: dict[str, Any]) -> bool:
 class ConsoleHandler(logging.Handler):
     """Prints log records of the stack through rich, above a live table. Passwords never reach a log."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called when nothing can be printed any more. The thread that logs goes on: it
+        watches or stops the programs."""
         super().__init__(logging.INFO)
-        self.console = console
+        self.console, self.on_failure = console, on_failure
 
     def emit(self, record: logging.LogRecord) -> None:
         style = {"WARNING": "yellow", "ERROR": "red"}.get(record.levelname, "")
         text = plain(mask_secrets(record.getMessage()))
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        try:
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        except (
+            OSError,
+            SystemExit,
+        ):  # rich raises SystemExit at a broken pipe
+            self.on_failure()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -110,5 +115,50 @@ def test_the_summary_waits_a_moment_for_a_reading_that_could_not_be_taken(
 def test_markup_and_control_characters_of_log_lines_are_printed_as_text() -> None:
     out = io.StringIO()
     record = logging.LogRecord("x", logging.ERROR, "", 0, "joiner died: [/b] \x1b[31m", None, None)
-    ConsoleHandler(Console(file=out, width=200)).emit(record)
+    ConsoleHandler(Console(file=out, width=200), lambda: None).emit(record)
     assert out.getvalue() == "joiner died: [/b] [31m\n"
+
+
+class UnwritableFile(io.StringIO):
+    """A terminal that was closed, or a file on a full disk."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str, /) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_log_line_that_cannot_be_shown_ends_the_demo_in_order(number: int) -> None:
+    unshown: list[bool] = []
+    record = logging.LogRecord("x", logging.INFO, "", 0, "stopping worker", None, None)
+    console = Console(file=UnwritableFile(number), width=200)
+    ConsoleHandler(console, lambda: unshown.append(True)).emit(record)
+    assert unshown
+
+
+def test_programs_are_watched_after_the_reader_of_the_output_has_ended(tmp_path: Path) -> None:
+    script = """
+        import logging, pathlib, sys, threading
+        from rich.console import Console
+        from infra.child import Program
+        from infra.supervisor import Supervisor
+        from roostream.cli.demo import ConsoleHandler
+
+        stop = threading.Event()
+        logging.basicConfig(level="INFO", handlers=[ConsoleHandler(Console(), stop.set)])
+        command = (sys.executable, "-I", "-S", "-c", "raise SystemExit(1)")
+        with Supervisor() as supervisor:
+            supervisor.start([Program(name="dies", command=command, log=pathlib.Path(sys.argv[1]), env={})])
+            supervisor.wait(lambda: supervisor.slots["dies"].num_restarts > 1, 20.0)
+            supervisor.stop(["dies"])
+            print(supervisor.slots["dies"].num_restarts > 1, stop.is_set(), file=sys.stderr)
+    """
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = (sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "log"))
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert done.stderr.strip() == "True True"
