@@ -197,9 +197,10 @@ def _of_home(home: Home) -> Iterator[Topics]:
         raise SetupError(
             f"there is no stack in {home.root}; give a Kafka with --kafka HOST:PORT, or another --home"
         )
-    found = topics_of(stack)
-    if home.is_locked() or "kafka" not in stack["programs"]:
-        yield found
-        return
-    with read_only_broker(home) as kafka:
-        yield dataclasses.replace(found, kafka=kafka, start_timeout_s=_STARTS_S)
+    if "kafka" not in stack["programs"]:
+        yield topics_of(stack)
+    elif home.is_locked():  # by another audit, perhaps; then stack.json has the address of an earlier stack
+        yield topics_of(home.running_stack())
+    else:
+        with read_only_broker(home) as kafka:
+            yield dataclasses.replace(topics_of(stack), kafka=kafka, start_timeout_s=_STARTS_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -77,6 +78,16 @@ def test_the_broker_of_a_stack_that_runs_is_not_started_again(tmp_path: Path) ->
     with pytest.raises(SetupError, match="already runs"), read_only_broker(Home(tmp_path)):
         raise AssertionError("unreachable")
     home.unlock()
+
+
+def test_the_address_of_an_earlier_stack_is_not_audited(tmp_path: Path) -> None:
+    """Another audit or a starting stack has the lock; other programs may have the ports in stack.json now."""
+    home = Home(tmp_path)
+    home.make()
+    described = {"kafka": "127.0.0.1:1", "prefix": "", "settle_ms": 1000, "programs": {"kafka": {}}}
+    home.write_stack({**described, "supervisor_pid": os.getpid() + 1})
+    with home.locked(), pytest.raises(SetupError, match="no stack runs there"):
+        audit_command.run(tmp_path, None, as_json=True)
 
 
 def test_a_correction_with_the_time_of_the_broker_settles_an_event_of_a_replayed_log(tmp_path: Path) -> None:
