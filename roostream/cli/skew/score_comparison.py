@@ -33,7 +33,7 @@ from roostream.cli.options import NonEmptyPath, json_option
 from roostream.cli.output import Row, print_report, progress_bar
 from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.scored_lists import LoggedList, of_file, of_topic
-from roostream.errors import CheckpointError, ConfigError, RoostreamError
+from roostream.errors import CheckpointError, ConfigError, RoostreamError, SetupError
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
@@ -83,12 +83,10 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
 
 def _newest(home: Path, lists: int) -> list[LoggedList]:
     """Lists from the newest samples of the running stack."""
-    stack = Home(home).read_stack()
-    if not stack or not stack.get("kafka"):
-        raise ConfigError(
-            f"expected a running stack in {home}, got none; give its --home, or segments of serving's "
-            "log as FILES"
-        )
+    try:
+        stack = Home(home).running_stack()
+    except SetupError as error:
+        raise ConfigError(f"{error}; or give its --home, or segments of serving's log as FILES") from None
     return of_topic(stack["kafka"], stack["prefix"], int(stack["partitions"]), lists)
 
 

@@ -5,6 +5,7 @@ again."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from infra.home import Home
 from roostream.cli.main import cli
 from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.score_comparison import TOLERANCE, ScoreComparison, compare_scores
@@ -235,6 +237,16 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
 
     with pytest.raises(UnavailableError, match="has not answered"):
         newest(Silent([(SAMPLES, 0), (SAMPLES, 1), (SAMPLES, 2)], records), 100, "k")
+
+
+def test_the_address_of_a_stopped_stack_is_not_read(home: ScoringHome) -> None:
+    """Another stack may have its ports now, and lists of that one say nothing of these commits."""
+    home.commit(T0)
+    home.close()
+    described = {"kafka": "127.0.0.1:1", "prefix": "", "partitions": 1, "programs": {"kafka": {}}}
+    Home(home.root).write_stack({**described, "supervisor_pid": os.getpid()})
+    with pytest.raises(ConfigError, match="no stack runs"):
+        run_command(home)
 
 
 def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHome, tmp_path: Path) -> None:
