@@ -54,7 +54,10 @@ class Health:
             return "" if silent_s <= self.bound_s else f"the main loop has not turned for {silent_s:.0f} s"
 
     def unready(self) -> str:
-        """Why the program cannot do its work, in one line; "" while it can."""
+        """Why the program cannot do its work, in one line; "" while it can. What a loop that hangs has
+        reported last does not count."""
+        if reason := self.dead():
+            return reason
         with self._lock:
             if self._waiting and self.clock.monotonic_s() - self._waits_since_s > _MAX_SHORT_WAIT_S:
                 return f"it waits for {self._waiting}"

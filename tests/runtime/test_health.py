@@ -35,9 +35,9 @@ def test_a_turning_loop_is_alive_and_lists_what_is_missing(health: Health, clock
 def test_a_stalled_loop_is_unhealthy_until_it_turns_again(health: Health, clock: FakeClock) -> None:
     health.turned()
     clock.advance(61)
-    assert health.dead() == "the main loop has not turned for 61 s"
+    assert health.dead() == health.unready() == "the main loop has not turned for 61 s"
     health.turned()
-    assert health.dead() == ""
+    assert health.dead() == "" == health.unready()
 
 
 def test_a_program_that_waits_for_a_peer_is_alive_but_soon_not_ready(
@@ -59,5 +59,6 @@ def test_a_wait_that_fails_also_ends(health: Health, clock: FakeClock) -> None:
     with pytest.raises(OSError, match="gone"), health.waiting("Redis"):
         raise OSError("gone")
     health.turned()
+    assert health.unready() == ""
     clock.advance(61)
-    assert health.dead() and health.unready() == ""
+    assert health.dead()
