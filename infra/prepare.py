@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def compile_operator(console: Console) -> None:
         return
     started_s = time.monotonic()
     cached = CACHE / f"operator-{key[:32]}.jar"
-    if cached.exists():
+    if _is_intact(cached):
         shutil.copyfile(cached, OPERATOR_JAR)
     else:
         with tempfile.TemporaryDirectory(prefix="roostream-classes-") as folder:
@@ -178,7 +179,8 @@ def compile_kernels(console: Console, groups: tuple[str, ...]) -> None:
     started_s = time.monotonic()
     archive = CACHE / f"kernels-{key[:32]}.zip"
     use_cache = "NUMBA_CACHE_DIR" not in os.environ
-    if use_cache and archive.exists():
+    is_cached = use_cache and _is_intact(archive)
+    if is_cached:
         with zipfile.ZipFile(archive) as file:
             file.extractall(ROOT)
         pending = list(GROUPS)
@@ -190,7 +192,7 @@ def compile_kernels(console: Console, groups: tuple[str, ...]) -> None:
             raise SetupError("kernels could not be compiled; the lines above say why")
     for group in pending:
         stamp(f"kernels-{group}", key)
-    if use_cache and not archive.exists() and all(is_stamped(f"kernels-{group}", key) for group in GROUPS):
+    if use_cache and not is_cached and all(is_stamped(f"kernels-{group}", key) for group in GROUPS):
         with tempfile.TemporaryDirectory(prefix="roostream-kernels-") as folder:
             files = (
                 p
@@ -234,6 +236,15 @@ def write_zip(path: Path, entries: dict[Path, str], manifest: str = "") -> None:
         for file, name in entries.items():
             archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
     os.replace(temporary, path)
+
+
+def _is_intact(archive: Path) -> bool:
+    """Whether an archive of the user's cache can be used. A power failure may leave an empty one."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return file.testzip() is None
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error):
+        return False
 
 
 def _keep_in_cache(file: Path, cached: Path) -> None:

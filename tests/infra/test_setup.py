@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -200,3 +202,58 @@ def test_compiled_kernels_are_restored_from_the_users_cache(
         monkeypatch.chdir(tmp_path / checkout)
         prepare.compile_kernels(Console(quiet=True), ("wire",))
     assert (tmp_path / "second" / "package" / "__pycache__" / "kernels.nbi").read_bytes() == b"compiled"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: (
+            data[: data.index(b".nbi") + 4] + b"\xff" + data[data.index(b".nbi") + 5 :]
+            if b".nbi" in data
+            else data[: data.index(b".class") + 6] + b"\xff" + data[data.index(b".class") + 7 :]
+        ),
+    ],
+    ids=["empty", "cut", "other bits"],
+)
+def test_a_damaged_file_in_the_users_cache_is_replaced(
+    damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure may leave an empty file. Then set-up compiles, as without a cache."""
+    from rich.console import Console
+
+    console = Console(quiet=True)
+    for name in ("CACHE", "STAMPS", "ROOT"):
+        monkeypatch.setattr(prepare, name, tmp_path / name.lower())
+    monkeypatch.setattr(prepare, "GROUPS", {"wire": ("package.kernels",)})
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    package, infra = tmp_path / "root" / "package", tmp_path / "root" / "infra"
+    for folder in (package / "__pycache__", infra):
+        folder.mkdir(parents=True)
+    (package / "kernels.py").write_text("@njit\ndef f(): ...\n")
+    (package / "__pycache__" / "kernels.nbi").write_bytes(b"compiled")
+    (infra / "__init__.py").write_text("")
+    (infra / "precompile.py").write_text("")
+    java = tmp_path / "java"
+    java.mkdir()
+    (java / "A.java").write_text("class A {}")
+    operator = tmp_path / "operator.jar"
+    monkeypatch.setattr(prepare, "JAVA_SOURCES", java)
+    monkeypatch.setattr(prepare, "OPERATOR_JAR", operator)
+    monkeypatch.setattr(
+        prepare, "compile_java", lambda _, __, classes: (classes / "A.class").write_bytes(b"class")
+    )
+    kept: list[dict[str, bytes]] = []
+    for _ in range(2):
+        monkeypatch.chdir(tmp_path / "root")
+        prepare.compile_kernels(console, ("wire",))
+        prepare.compile_operator(console)
+        with zipfile.ZipFile(operator) as jar:
+            assert jar.read("A.class") == b"class"
+        kept.append({path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()})
+        for path in (tmp_path / "cache").iterdir():
+            path.write_bytes(damage(path.read_bytes()))
+        shutil.rmtree(tmp_path / "stamps")
+        operator.unlink()
+    assert len(kept[0]) == 2 and kept[0] == kept[1]
