@@ -12,9 +12,23 @@ from typing import Any
 
 from infra.child_logs import last_lines
 from roostream.runtime.direct_http import open_direct
+from roostream.runtime.scrape import ScrapedMetrics
 
 _TIMEOUT_S = 0.5
 _MAX_BYTES = 1000
+
+
+def with_readiness(
+    programs: Mapping[str, Mapping[str, Any]], scraped: Mapping[str, ScrapedMetrics]
+) -> dict[str, Mapping[str, Any]]:
+    """The programs, with the state "unready" for each that was ready after its start and reports now that it
+    can't do its work. The supervisor does not look again."""
+    return {
+        name: {**entry, "state": "unready"}
+        if entry["state"] == "ready" and name in scraped and scraped[name].value("roostream_ready") == 0
+        else entry
+        for name, entry in programs.items()
+    }
 
 
 def unhealthy_programs(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -37,9 +51,9 @@ def unhealthy_controller(status: Mapping[str, Any]) -> dict[str, str]:
 
 def reason(entry: Mapping[str, Any]) -> str:
     """The last error of the program, else what its readiness probe waits for, else the last line of its log,
-    else ""."""
-    text = str(entry.get("said") or "")
-    if not text and entry["state"] == "starting" and entry.get("metrics"):
+    else "". The last error of a program that was ready since is no reason."""
+    text = "" if entry["state"] == "unready" else str(entry.get("said") or "")
+    if not text and entry["state"] in ("starting", "unready") and entry.get("metrics"):
         text = readiness_error(str(entry["metrics"]).removesuffix("metrics") + "readyz")
     return text or " ".join(last_lines(Path(entry["log"]), 1))
 
@@ -56,7 +70,7 @@ def readiness_error(url: str) -> str:
 
 def _describe(entry: Mapping[str, Any]) -> str:
     state, restarts = str(entry["state"]), int(entry["restarts"])
-    is_known = entry.get("said") or restarts or state in ("starting", "failed", "held")
+    is_known = entry.get("said") or restarts or state in ("starting", "failed", "held", "unready")
     text = reason(entry) if is_known else ""
     if not text:
         return state

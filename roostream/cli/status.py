@@ -21,7 +21,7 @@ from infra.home import Home
 from roostream.cli import status_table
 from roostream.cli.options import home_option, json_option
 from roostream.cli.output import plain, print_json, render_rows
-from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
+from roostream.cli.program_health import unhealthy_controller, unhealthy_programs, with_readiness
 from roostream.cli.stack_commands import describe_endpoints
 from roostream.errors import RoostreamError, UnavailableError
 from roostream.runtime import scrape
@@ -77,7 +77,7 @@ def status(home: Path, as_json: bool) -> None:
         console.print(render_rows(status_table.rows(found), title))
         for line in describe_endpoints(stack):  # not wrapped: they are copied
             console.print(plain(line), soft_wrap=True, markup=False, emoji=False, highlight=False)
-    sys.exit(0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1)
+    sys.exit(0 if all(p["state"] in ("ready", "ended") for p in found["programs"].values()) else 1)
 
 
 class StackMonitor:
@@ -95,6 +95,7 @@ class StackMonitor:
         scraped = scrape.fetch_all(
             {n: p["metrics"] for n, p in programs.items() if p["state"] in ("starting", "ready")}
         )
+        programs = with_readiness(programs, scraped)
         ends = self._end_offsets()
         control = self._controller_status()
         return {

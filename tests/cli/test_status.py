@@ -333,6 +333,37 @@ def test_a_starting_program_shows_what_it_waits_for(tmp_path: Path, monkeypatch:
     assert unhealthy_programs(worker) == {"worker": f"starting: waiting for Kafka (its log: {log})"}
 
 
+def test_a_program_that_was_ready_once_and_cannot_work_now_is_shown(tmp_path: Path) -> None:
+    answer = b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+    pages = {
+        "metrics": answer % (b"200 OK", 18, b"roostream_ready 0\n"),
+        "readyz": answer % (b"503 Busy", 18, b"it waits for Redis"),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(pages[self.path.strip("/")])
+
+        def log_message(self, *args: object) -> None:
+            """Do not log requests."""
+
+    away = {"kafka": "127.0.0.1:1", "flink": "http://127.0.0.1:1", "controller": "127.0.0.1:1"}
+    monitor = status.StackMonitor({**away, "prefix": ""})
+    log = tmp_path / "features.log"
+    entry = {"pid": 1, "log": str(log), "restarts": 2, "state": "ready", "said": "an earlier error"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        at = f"http://127.0.0.1:{server.server_port}/metrics"
+        found = monitor.sample({"features": {**entry, "metrics": at}, "redis": {**entry, "metrics": None}})
+        server.shutdown()
+    monitor.close()
+    assert {name: each["state"] for name, each in found["programs"].items()} == {
+        "features": "unready",
+        "redis": "ready",
+    }
+    assert found["troubles"] == {"features": f"unready after 2 restarts: it waits for Redis (its log: {log})"}
+
+
 @pytest.mark.parametrize(
     ("reported", "troubles"),
     [
