@@ -26,6 +26,7 @@ from infra.options import StackOptions, to_toml_value
 from infra.ports import Endpoints, is_listening, port_of, responds_ok
 from roostream.errors import ConfigError, UnavailableError, nearest
 from roostream.runtime import program
+from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.flink_rest import FlinkRest
 from roostream.runtime.flink_restore_points import delete_old_restore_points
 from roostream.runtime.program import REFUSED_CODE, Stop, log_kernel_compilation
@@ -373,6 +374,18 @@ def find_spec(name: str) -> ProgramSpec:
     ):
         raise ConfigError(f"no program {name!r}{nearest(name, SPECS_BY_NAME)}")
     return spec
+
+
+def possible_instances(name: str, options: StackOptions) -> list[str]:
+    """The instances of a spec, or of the spec of an instance, that this stack has or may start later."""
+    spec = find_spec(name)
+    scaled = {
+        WORKER: min(options.partitions, MAX_WORKERS),
+        READER: max(options.min_readers, options.max_readers),
+    }
+    if spec.name in scaled:
+        return [spec.instance_name(index) for index in range(scaled[spec.name])]
+    return spec.instance_names(options)
 
 
 def is_worker(name: str) -> bool:

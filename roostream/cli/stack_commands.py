@@ -25,7 +25,7 @@ from infra.home import FOLDERS, Home
 from infra.machine_checks import require_disk
 from infra.options import OPTIONS_FILE, StackOptions, load_saved_options, save_options
 from infra.options import demo as demo_options
-from infra.program_specs import find_spec
+from infra.program_specs import SPECS_BY_NAME, find_spec, possible_instances
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
 from roostream.cli.options import (
@@ -98,7 +98,8 @@ def build_options(
     """Change `base` (default: the demo's options) by what the command line says.
 
     Raises:
-        ConfigError: an option has another form, or the schema cannot be read.
+        ConfigError: an option has another form, the schema cannot be read, or a setting is that of a program
+            that this stack does not have.
     """
     if schema is not None:
         if not schema.is_file():
@@ -109,7 +110,13 @@ def build_options(
     merged = {program: dict(table) for program, table in base.overrides.items()}
     for program, table in parse_overrides(sets).items():
         merged.setdefault(program, {}).update(with_absolute_files(table))
-    return dataclasses.replace(base, ports=parse_ports(ports), overrides=merged, **others)
+    options = dataclasses.replace(base, ports=parse_ports(ports), overrides=merged, **others)
+    for program in parse_overrides(sets):
+        instances = possible_instances(program, options)
+        if program not in (*SPECS_BY_NAME, *instances):
+            known = " to ".join(dict.fromkeys((*instances[:1], *instances[-1:]))) or "a program of this stack"
+            raise ConfigError(f"--set: expected {known}, got {program!r}, which this stack never starts")
+    return options
 
 
 @click.command()

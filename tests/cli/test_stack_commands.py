@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from infra.home import Home
 from roostream.cli import stack_commands
 from roostream.cli.stack_commands import (
     absolute_location,
+    build_options,
     check_feature_logs,
     describe_endpoints,
     last_schema,
@@ -122,3 +124,20 @@ def test_a_stack_with_fewer_serving_processes_leaves_no_events_behind(tmp_path: 
     left.acknowledge(left.end)
     left.close()
     check_feature_logs(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "is_used"),
+    [
+        ("worker-3.index=3", True),  # `roostream scale` may start it
+        ("worker-4.index=4", False),  # four partitions
+        ("worker-03.index=3", False),
+        ("shard-1.seed=1", True),
+        ("shard-2.seed=1", False),
+        ("serving-1.seed=1", False),
+        ("reader-0.listen='127.0.0.1:0'", False),
+    ],
+)
+def test_a_setting_of_a_program_that_the_stack_cannot_have_is_refused(override: str, is_used: bool) -> None:
+    with contextlib.nullcontext() if is_used else pytest.raises(ConfigError, match="--set: expected"):
+        build_options(ports=(), sets=(override,), schema=None)
