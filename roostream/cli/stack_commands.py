@@ -397,17 +397,26 @@ def reset(home: Path, yes: bool) -> None:
     last = (place.run, place.stack_json)  # the lock, and what tells that this is a home
     for entry in sorted(entries, key=lambda entry: (entry in last, entry == place.stack_json)):
         if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+            _delete_folder(entry)
         else:
             entry.unlink()
     place.unlock()
-    if kept := sorted(entry.name for entry in place.root.iterdir()):
+    if kept := sorted(entry.name for entry in place.root.iterdir() if not os.path.ismount(entry)):
         shown = ", ".join(kept[:5]) + (", …" if len(kept) > 5 else "")
         print(printable(f"deleted the stack in {place.root}; kept {shown}, which no stack has written"))
         return
     with contextlib.suppress(OSError):  # a mount point, or the parent folder may not be written
         place.root.rmdir()
     print(f"deleted {place.root}")
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a folder with its content. A mount point, such as the store, stays as an empty folder."""
+    try:
+        shutil.rmtree(folder)
+    except OSError:
+        if not os.path.ismount(folder) or any(folder.iterdir()):
+            raise
 
 
 def _is_written_by_stack(name: str) -> bool:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from click.testing import CliRunner
@@ -136,6 +136,24 @@ def test_a_home_that_is_a_mount_point_can_be_reset(home: Home, monkeypatch: pyte
     monkeypatch.setattr(Path, "rmdir", refuse)
     assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
     assert list(home.root.iterdir()) == []
+
+
+def test_a_home_with_a_mounted_store_can_be_reset(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write_stack({"programs": {}})
+    for name in ("store/manifests", "worker"):
+        (home.root / name).mkdir(parents=True)
+    rmdir = os.rmdir
+
+    def refuse(path: str, **options: Any) -> None:
+        if Path(path) == home.store:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == home.store)
+    result = CliRunner().invoke(reset, ["--home", str(home.root), "--yes"])
+    assert result.exception is None and result.output == f"deleted {home.root}\n"
+    assert list(home.root.iterdir()) == [home.store] and list(home.store.iterdir()) == []
 
 
 def test_files_that_no_stack_has_written_are_kept(home: Home) -> None:
