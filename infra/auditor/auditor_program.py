@@ -143,11 +143,13 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
         with health.waiting("Kafka"):
             Backoff(what=f"Kafka at {config.broker}").until(loop.open, (UnavailableError,), stop)
         while not stop.is_set():
+            missing = ""
             try:
                 loop.turn(_POLL_S)
                 loop.log_rate_limit.over("turn")
             except UnavailableError as error:
+                missing = str(error)
                 loop.log_rate_limit.warning(log, "turn", "%s; retrying", error)
                 stop.wait(_POLL_S)
-            health.turned()
+            health.turned(missing)
         loop.close()
