@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from roostream.models.candidate_groups import CandidateGroups, build_groups
+from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.batch import Batch
 from roostream.wire.block import Side
@@ -161,8 +162,9 @@ INPUT_NAMES = "inputs.names"
 
 
 def input_names(schema: Schema) -> dict[str, list[str]]:
-    """The names of what a model reads, in order: floats after transforms, and lists with their widths. Two
-    schemas with equal names, also of one fingerprint, give a model's weights the same meaning."""
+    """What a model reads, in order: floats after transforms and lists with their widths, by name, and what
+    their values depend on. Two schemas with equal names, also of one fingerprint, give a model's weights the
+    same meaning."""
     dims = {name: table.dim for name, table in schema.table_by_name.items()}
 
     def name_of(f: Feature) -> str:
@@ -171,7 +173,22 @@ def input_names(schema: Schema) -> dict[str, list[str]]:
 
     sides: tuple[Side, Side] = ("ro", "nro")
     floats = {f"{side} floats": list(output_names(schema, side)) for side in sides}
-    return floats | {f"{side} lists": [name_of(f) for f in schema.lists(side)] for side in sides}
+    lists = {f"{side} lists": [name_of(f) for f in schema.lists(side)] for side in sides}
+    return floats | lists | {"values": _values(schema)}
+
+
+def _values(schema: Schema) -> list[str]:
+    """Settings outside of the fingerprint by which the same sample gives a model other numbers."""
+    counters, out = declared(schema), list[str]()
+    for f in (*schema.ro, *schema.nro):
+        out.append(f"{f.name} {f.default} {f.max_len} {[*f.column_tables]} {f.online}")
+        if counter := counters.get(f.online):
+            event = counter.event or schema.online.click
+            out[-1] += f" {counter.aggregation} {event} {counter.half_life_ms} {counter.window_ms}"
+    for t in schema.transforms:
+        settings = {"clip": (t.low, t.high), "standardize": (t.mean, t.std)}.get(t.op, ())
+        out.append(f"{t.output} = {t.op} {t.input} {settings}")
+    return out
 
 
 def input_names_tensor(schema: Schema) -> np.ndarray:
@@ -180,11 +197,12 @@ def input_names_tensor(schema: Schema) -> np.ndarray:
 
 
 def changed_inputs(tensors: Mapping[str, np.ndarray], schema: Schema) -> set[str] | None:
-    """Which groups of `input_names` differ from those of a commit; None if an older commit does not tell."""
+    """Which groups of `input_names` differ from those of a commit; None if an older commit does not tell. A
+    group that an older commit lacks counts as equal."""
     if INPUT_NAMES not in tensors:
         return None
     before, now = json.loads(tensors[INPUT_NAMES].tobytes()), input_names(schema)
-    return {group for group, names in now.items() if before.get(group) != names}
+    return {group for group, names in now.items() if before.get(group, names) != names}
 
 
 def build_inputs(

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from roostream.models.feature_encoders import pool_features
-from roostream.models.inputs import build_inputs, time_buckets
+from roostream.models.inputs import (
+    INPUT_NAMES,
+    build_inputs,
+    changed_inputs,
+    input_names_tensor,
+    time_buckets,
+)
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import build_lookup
 from roostream.wire.transform import apply_transforms
 from tests.models.model_cases import CASES, inputs_of, make_batch, make_rows, make_schema
@@ -124,3 +132,24 @@ def test_time_buckets_equal_the_formula() -> None:
     steps = time_buckets(np.arange(0, 10_000_000, 1000))
     assert (np.diff(steps) >= 0).all()
     assert time_buckets(np.array([2**63 - 1])).tolist() == [122]
+
+
+def test_the_order_of_the_tables_of_columns_is_part_of_the_names_of_inputs() -> None:
+    """Models read the columns of an entry in this order, which the fingerprint does not cover."""
+
+    def declare(*columns: str) -> Schema:
+        history = {"name": "history", "kind": "sequence", "table": "item"}
+        history |= {"columns": dict.fromkeys(("shop", "brand"), "ids")}
+        history |= {"column_tables": dict.fromkeys(columns, "item")}
+        return schema_from_dict(
+            {
+                "tables": {"item": {"dim": 4}},
+                "ro": [history],
+                "label": [{"name": "click", "action": "click"}],
+            }
+        )
+
+    one, other = declare("shop", "brand"), declare("brand", "shop")
+    assert one.fingerprint == other.fingerprint
+    commit = {INPUT_NAMES: input_names_tensor(one)}
+    assert changed_inputs(commit, other) and not changed_inputs(commit, one)

@@ -326,12 +326,13 @@ SCHEMAS = {
         "tables": {**samples.TABLES["tables"], "item": {"dim": 6, "rule": "rowwise_adagrad"}},
     },
 }
+IN_PLACE = {**samples.TABLES, "transform": [{"input": "age", "op": "log1p"}]}  # names stay
 
 
 def restored(at: Snapshot, change: str) -> Built:
     """A loop with a changed schema that is restored from a snapshot."""
     built = build([])
-    built.loop.schema = schema_from_dict(SCHEMAS[change])
+    built.loop.schema = schema_from_dict({**SCHEMAS, "a transform in place": IN_PLACE}[change])
     built.loop.restore(at, same_schema=built.loop.schema.fingerprint == samples.schema().fingerprint)
     return built
 
@@ -383,6 +384,17 @@ def test_columns_of_unchanged_features_keep_their_weights_and_optimizer_state(ch
 def test_a_restore_with_other_features_requests_a_commit_for_serving(change: str) -> None:
     at = build(N12).train_all().loop.snapshot()
     assert restored(at, change).loop.num_steps - at.step == (change != "same")
+
+
+def test_a_restore_with_other_values_of_a_feature_keeps_weights_and_requests_a_commit_for_serving() -> None:
+    before = build(N12).train_all()
+    at = before.loop.snapshot()
+    after = restored(at, "a transform in place")
+    for name, weight in weights(before).items():
+        assert np.array_equal(weights(after)[name], weight), name
+    assert after.loop.num_steps == at.step + 1
+    again = restored(after.loop.snapshot(), "a transform in place")
+    assert again.loop.num_steps == after.loop.num_steps
 
 
 def test_a_commit_after_a_changed_transform_continues_bit_for_bit() -> None:

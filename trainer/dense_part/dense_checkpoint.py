@@ -54,7 +54,7 @@ def weights_of_inputs(schema: Schema, config: ModelConfig, groups: Collection[st
         side, _, form = group.partition(" ")
         if form == "floats":
             added[side].append(Feature(name=f"{side}-one-more-float"))
-        elif table:
+        elif form == "lists" and table:
             added[side].append(Feature(name=f"{side}-one-more-list", kind="ids", table=table))
     wider = dataclasses.replace(schema, ro=(*schema.ro, *added["ro"]), nro=(*schema.nro, *added["nro"]))
     try:

@@ -7,6 +7,7 @@ Guarantee G5 (docs/architecture.md, Guarantees): damaged data is detected and ne
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import tracemalloc
 from collections import Counter
@@ -20,12 +21,12 @@ import pytest
 
 from roostream.errors import ConfigError, UnavailableError
 from roostream.models.build import build_model
-from roostream.models.inputs import INPUT_NAMES, input_names_tensor
+from roostream.models.inputs import INPUT_NAMES, input_names, input_names_tensor
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.manifest import Manifest, dense_name, store_file
-from roostream.schema.schema import Transform
+from roostream.schema.schema import Schema, Transform
 from serving.build import _check_shape
 from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
@@ -517,6 +518,40 @@ def test_a_commit_of_other_transforms_is_refused(commits: Commits) -> None:
     assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
     refused = commits.versions.refused["manifests/00000002"]
     assert refused.reason == "schema" and "nro floats" in refused.message
+
+
+def changed_feature(side: str, name: str, **settings: Any) -> Schema:
+    features = [dataclasses.replace(f, **settings) if f.name == name else f for f in getattr(SCHEMA, side)]
+    return dataclasses.replace(SCHEMA, **{side: tuple(features)})
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        dataclasses.replace(SCHEMA, transforms=(Transform(input="age_h", op="log1p", output="age_h"),)),
+        changed_feature("nro", "age_h", default=3.0),
+        changed_feature("ro", "history", max_len=2),
+        changed_feature("nro", "clicks", online="ctr_1h"),
+    ],
+    ids=["transform", "default", "max_len", "online"],
+)
+def test_a_commit_that_was_trained_on_other_values_of_the_same_features_is_refused(
+    commits: Commits, trained: Schema
+) -> None:
+    """Names and fingerprint are equal, but serving would score other numbers than were trained."""
+    assert trained.fingerprint == SCHEMA.fingerprint
+    commits.commit(1, tensors={INPUT_NAMES: input_names_tensor(SCHEMA)})
+    assert commits.follower.poll()
+    commits.commit(2, tensors={INPUT_NAMES: input_names_tensor(trained)})
+    assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+    assert commits.versions.refused["manifests/00000002"].reason == "schema"
+
+
+def test_a_commit_from_before_the_values_of_features_were_named_is_served(commits: Commits) -> None:
+    older = {"ro floats", "nro floats", "ro lists", "nro lists"}
+    names = {group: names for group, names in input_names(SCHEMA).items() if group in older}
+    commits.commit(1, tensors={INPUT_NAMES: np.frombuffer(json.dumps(names).encode(), np.uint8)})
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1"
 
 
 OTHER_SCHEMA = "00000000000000aa"
