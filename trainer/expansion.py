@@ -21,6 +21,7 @@ import numpy as np
 
 from roostream.errors import ConfigError
 from roostream.models.config import ModelConfig
+from roostream.models.inputs import INPUT_NAMES, changed_inputs, input_names_tensor
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.transform import apply_transforms
@@ -92,17 +93,20 @@ class Expansion:
             "batch": np.frombuffer(encode_batch(self._waiting.batch), np.uint8),
             "ro_float": self._waiting.ro_float_BG,
             "nro_float": self._waiting.nro_float_BG,
+            INPUT_NAMES: input_names_tensor(self.schema),
         }
         return {f"{_PREFIX}{name}": value for name, value in arrays.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Load a `state` found among `tensors`; without one, nothing waits. Impressions of another schema
-        cannot be trained: a warning says so."""
+        """Load a `state` found among `tensors`; without one, nothing waits. Impressions of another schema, or
+        with floats of other transforms, cannot be trained: a warning says so."""
         self._waiting = None
         if f"{_PREFIX}batch" not in tensors:
             return
         found = {name: tensors[f"{_PREFIX}{name}"] for name in ("schema", "batch", "ro_float", "nro_float")}
-        if int(found["schema"][0]) != self.schema.fingerprint:
+        named = f"{_PREFIX}{INPUT_NAMES}"
+        changed = changed_inputs({INPUT_NAMES: tensors[named]}, self.schema) if named in tensors else None
+        if changed or int(found["schema"][0]) != self.schema.fingerprint:
             warn_of_dropped(tensors, "the schema has changed")
             return
         self._waiting = _Impressions(

@@ -16,6 +16,7 @@ from roostream.errors import ConfigError
 from roostream.models.config import DcnConfig, DlrmConfig, ModelConfig, RankerConfig
 from roostream.models.inputs import build_inputs
 from roostream.models.model import Targets
+from roostream.schema.schema import Transform
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.transform import apply_transforms
@@ -60,6 +61,22 @@ def test_batches_have_one_size_and_hold_each_impression_once_in_order() -> None:
         np.concatenate([part.floats[0] for part in (*parts, rest) if part.floats]),
         ro_RG[whole.request_index_B],
     )
+
+
+@pytest.mark.parametrize("output", ["x_rank", ""])
+def test_waiting_impressions_of_other_transforms_are_dropped_with_a_warning(
+    output: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fingerprint does not cover transforms, and waiting floats are transformed."""
+    name = next(f.name for f in SCHEMA.floats("nro"))
+    more = Transform(input=name, op="rank", output=output or name)
+    changed = dataclasses.replace(SCHEMA, transforms=(*SCHEMA.transforms, more))
+    before, after = Expansion(1000, SCHEMA), Expansion(1000, changed)
+    before.add(make_batch(SCHEMA, COUNTS, 1))
+    assert changed.fingerprint == SCHEMA.fingerprint and before.num_waiting
+    after.load(before.state())
+    assert after.num_waiting == 0 and "not trained" in caplog.text
+    assert after.add(make_batch(changed, COUNTS, 2)) == [] and after.num_waiting
 
 
 @pytest.mark.parametrize(
