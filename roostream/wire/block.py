@@ -237,6 +237,9 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
         most = schema.limits.max_candidates
         text = f"expected at most {most} candidates, got {num_rows}; [limits] max_candidates allows more"
         raise WireError("oversized", text)
+    for f in schema.nro:
+        if (column := columns.get(f.name)) is not None:
+            _check_rows(f, column, num_rows)
     floats_BF = np.full((num_rows, len(schema.floats("nro"))), np.nan, dtype=np.float64)
     for i, f in enumerate(schema.floats("nro")):
         if columns.get(f.name) is not None:
@@ -244,9 +247,6 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
     floats_BF = _float32(schema.floats("nro"), floats_BF)
     lists = schema.lists("nro")
     given: list[Any] = [columns.get(f.name) for f in lists]
-    for f, column in zip(lists, given, strict=True):
-        if column is not None and len(column) != num_rows:
-            raise _shape_error(f, f"one value for each of {num_rows} candidates", f"{len(column)} values")
     flat = [_flat_ids(f, column) for f, column in zip(lists, given, strict=True)]
     if all((ids is None) == (column is None) for ids, column in zip(flat, given, strict=True)):
         return flat_columns(floats_BF, flat)
@@ -410,9 +410,9 @@ def _list_form(f: Feature) -> str:
 def _ids(f: Feature, values: Any) -> list[int]:
     try:
         if {int}.issuperset(map(type, values)) and (
-            not values or ((low := min(values)) >= LOWEST_ID and max(values) <= MASK64)
+            not len(values) or ((low := min(values)) >= LOWEST_ID and max(values) <= MASK64)
         ):
-            return [v & MASK64 for v in values] if values and low < 0 else list(values)
+            return [v & MASK64 for v in values] if len(values) and low < 0 else list(values)
         return [item_id(v if isinstance(v, str) else _index(v)) for v in values]
     except TypeError:
         raise _shape_error(f, "ids (integers or strings)", repr(values)) from None
@@ -465,6 +465,17 @@ def _float(f: Feature, value: Any) -> float:
 def _beyond_floats(f: Feature) -> WireError:
     text = f"feature {f.name!r}: expected finite 32-bit floats, got an integer of more than 300 digits"
     return WireError("non_finite", text)
+
+
+def _check_rows(f: Feature, column: Any, num_rows: int) -> None:
+    """Raises WireError: a column is not one value for each row. A text has a length too, but no values."""
+    try:
+        count = -1 if isinstance(column, (str, bytes, Mapping)) else len(column)
+    except TypeError:
+        count = -1
+    if count != num_rows:
+        got = repr(column) if count < 0 else f"{count} values"
+        raise _shape_error(f, f"one value for each of {num_rows} candidates", got)
 
 
 def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:

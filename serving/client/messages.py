@@ -119,7 +119,7 @@ def rank_exchange(fields: RankFields, schema: Schema | None) -> ApiCall[Ranking]
 def top_exchange(fields: RankFields, slots: int, schema: Schema | None) -> ApiCall[TopRanking]:
     """As rank_exchange; the answer has at most `slots` items."""
     call = _rank_call(fields, schema, f"top={slots}")
-    return ApiCall(call, lambda reply: _top_ranking(reply, item_ids_of(fields)))
+    return ApiCall(call, lambda reply: _top_ranking(reply, item_ids_of(fields), slots))
 
 
 def retrieve_exchange(fields: RetrieveFields) -> ApiCall[FoundItems]:
@@ -199,10 +199,14 @@ def _checked_header(fields: RankFields) -> RankHeader:
 
 def _check_candidates(candidates: object) -> str:
     """Return the path of an item id, with a placeholder for the index. Raises ServingError: some candidate
-    has none."""
+    has none, or the column of ids is none."""
     if isinstance(candidates, Mapping):
         if "item_id" not in candidates:
             raise _bad_fields("missing required field 'item_id'", "$.candidates")
+        ids = candidates["item_id"]
+        is_column = ids.ndim > 0 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
+        if isinstance(ids, str | bytes) or not is_column:
+            raise _bad_fields(f"expected a list of ids, got {type(ids).__name__}", "$.candidates.item_id")
         return "$.candidates.item_id[{}]"
     if not isinstance(candidates, Sequence):
         raise _bad_fields(f"expected rows or columns, got {type(candidates).__name__}", "$.candidates")
@@ -316,22 +320,28 @@ def _columns(candidates: Any) -> dict[str, Any]:
 
 def _ranking(reply: Reply, given: list[Id]) -> Ranking:
     ranking = _decoded_ranking(reply)
-    try:
-        return msgspec.structs.replace(ranking, items=[given[i] for i in ranking.order])
-    except IndexError as error:
-        raise _not_ours(reply, error) from None
+    _check_order(reply, ranking, len(given), len(given))
+    return msgspec.structs.replace(ranking, items=[given[i] for i in ranking.order])
 
 
-def _top_ranking(reply: Reply, given: list[Id]) -> TopRanking:
+def _top_ranking(reply: Reply, given: list[Id], slots: int) -> TopRanking:
     if not _is_protobuf(reply):
         return decode_json(TopRanking, reply)
     ranking = _decoded_ranking(reply)
-    try:
-        top = [ScoredItem(given[i], ranking.scores[i]) for i in ranking.order]
-    except IndexError as error:
-        raise _not_ours(reply, error) from None
+    _check_order(reply, ranking, len(given), min(slots, len(given)))
+    top = [ScoredItem(given[i], ranking.scores[i]) for i in ranking.order]
     common = {name: getattr(ranking, name) for name in TopAnswer.__struct_fields__ if name != "top"}
     return TopAnswer(top=top, **common)
+
+
+def _check_order(reply: Reply, ranking: Ranking, num_candidates: int, num_slots: int) -> None:
+    """Raises ServingError: the answer does not score all candidates, or does not fill the slots, each with
+    another one of them."""
+    order, num_scored = ranking.order, len(ranking.scores)
+    in_range = all(0 <= i < num_candidates for i in order)
+    if num_scored != num_candidates or not in_range or not num_slots == len(order) == len(set(order)):
+        got = f"{num_scored} scores and the order {order[:10]} for {num_candidates} candidates"
+        raise _not_ours(reply, ValueError(got))
 
 
 def _decoded_ranking(reply: Reply) -> Ranking:

@@ -89,6 +89,14 @@ def test_flat_columns_encode_like_lists_of_one() -> None:
     assert encode_nro(schema, {"a": ["s", 2], "b": [3, 4]}, 2) != lists
 
 
+def test_empty_arrays_encode_like_empty_lists(schema: Schema) -> None:
+    none = np.zeros(0, np.int64)
+    for name, columns in (("tags", ("ids", "weights")), ("history", ("item", "action", "kind", "time"))):
+        arrays, lists = ({name: dict.fromkeys(columns, empty)} for empty in (none, []))
+        assert encode_ro(schema, arrays) == encode_ro(schema, lists)
+    assert encode_nro(schema, {"item": [none]}, 1) == encode_nro(schema, {"item": [[]]}, 1)
+
+
 def test_a_block_without_features_has_no_bytes(schema: Schema) -> None:
     assert encode_ro(schema, {}) == encode_ro(schema, {"hour": None, "gap": float("nan")}) == b""
     assert encode_nro(schema, {}, 3) == b"" and decode_block(schema, "nro", b"", 3)["item"] == [
@@ -145,13 +153,18 @@ def test_invalid_ro_values_are_rejected(schema: Schema, values: dict[str, Any], 
     ("columns", "rows", "text"),
     [
         ({"itm": [1]}, 1, "unknown nro feature 'itm'; did you mean 'item'?"),
-        ({"age": [1.0]}, 2, "expected 2 numbers"),
+        ({"age": [1.0]}, 2, "expected one value for each of 2 candidates, got 1 values"),
         ({"age": [10**400]}, 1, "feature 'age': expected finite 32-bit floats, got an integer"),
         ({"age": np.array(["a"])}, 1, "expected 1 numbers"),
         ({"item": [[1]]}, 2, "expected one value for each of 2 candidates, got 1 values"),
         ({"item": [5.5]}, 1, "expected a list of ids, got 5.5"),
         ({"item": [b"x"]}, 1, "expected a list of ids"),
         ({"item": [{"ids": [1]}]}, 1, "expected a list of ids, got a table with 'ids'"),
+        ({"item": "ab"}, 2, "feature 'item': expected one value for each of 2 candidates, got 'ab'"),
+        ({"item": {"a": 1, "b": 2}}, 2, "feature 'item': expected one value for each of 2 candidates"),
+        ({"item": 5}, 2, "feature 'item': expected one value for each of 2 candidates, got 5"),
+        ({"age": 5}, 2, "feature 'age': expected one value for each of 2 candidates, got 5"),
+        ({"age": np.array(5.0)}, 1, "feature 'age': expected one value for each of 1 candidates"),
         ({}, 41, "at most 40 candidates, got 41; [limits] max_candidates"),
     ],
 )

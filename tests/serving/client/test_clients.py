@@ -332,6 +332,9 @@ def test_an_async_client_works_in_one_event_loop_after_another(live: LiveServing
         ({"candidates": [{"item_id": 1}, {"item_id": True}]}, "$.candidates[1].item_id"),
         ({"candidates": {"item_id": [1, 2.0]}}, "$.candidates.item_id[1]"),
         ({"candidates": {"age_h": [1.0]}}, "$.candidates"),
+        ({"candidates": {"item_id": "ab"}}, "$.candidates.item_id"),
+        ({"candidates": {"item_id": 5}}, "$.candidates.item_id"),
+        ({"candidates": {"item_id": None}}, "$.candidates.item_id"),
         ({"candidates": ["a"]}, "$.candidates[0]"),
         ({"candidates": [{"item_id": 1, "nro": 5}]}, "$.candidates[0].nro"),
         ({"candidates": [{"item_id": 1, "age_h": 1, "nro": {"age_h": 1}}]}, "$.candidates[0].nro.age_h"),
@@ -461,8 +464,8 @@ def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
             json={
                 "request_id": seen[0]["id"],
                 "model_version": "1-2",
-                "scores": [],
-                "order": [],
+                "scores": [{"click": 0.5}],
+                "order": [0],
                 "degraded": False,
             },
         )
@@ -488,6 +491,40 @@ def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
     with Client("http://proxy", transport=transport) as client, pytest.raises(ServingError, match="read"):
         client.rank(FIELDS)
+
+
+ONE: RankFields = {"request_id": "r-1", "candidates": [{"item_id": 8}, {"item_id": 9}]}
+TWO_SCORES = [{"click": 0.5}, {"click": 0.4}]
+
+
+@pytest.mark.parametrize(
+    ("order", "scores"),
+    [
+        ([], []),
+        ([1], TWO_SCORES),
+        ([0, -1], TWO_SCORES),
+        ([1, 1], TWO_SCORES),
+        ([0, 2], TWO_SCORES),
+        ([0, 1], []),
+    ],
+)
+def test_an_answer_that_does_not_order_the_candidates_is_reported(
+    order: list[int], scores: list[Any]
+) -> None:
+    body = {"request_id": "r-1", "model_version": "1-2", "scores": scores, "order": order, "degraded": False}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
+    with Client("http://proxy", transport=transport) as client, pytest.raises(ServingError, match="read"):
+        client.rank(ONE)
+
+
+def test_an_empty_answer_in_protobuf_is_reported() -> None:
+    transport = httpx.MockTransport(
+        lambda _: httpx.Response(200, headers={"content-type": "application/x-protobuf"})
+    )
+    with Client("http://proxy", transport=transport, schema=SCHEMA) as client:
+        for call in (lambda: client.rank(ONE), lambda: client.top(ONE, 1)):
+            with pytest.raises(ServingError, match="read"):
+                call()
 
 
 def test_an_answer_that_cannot_be_decompressed_is_reported() -> None:
