@@ -128,6 +128,7 @@ def _listed_value(schema: Schema, reading: CounterReading, state: EntityState, t
     history_H2 = state.histories[event][: counter.length or schema.online.history_len]
     if counter.aggregation == "length":
         return float(len(history_H2))
+    history_H2 = history_H2[: schema.limits.max_list]  # a longer list would be refused with its request
     feature = next((f for f in schema.ro if f.online == counter.name), None)
     return _history(feature, history_H2, event)
 

@@ -130,6 +130,19 @@ def test_the_history_is_newest_first_bounded_and_ignores_retries() -> None:
     assert nro["user_clicks"].tolist() == [1.0]
 
 
+def test_a_history_is_never_longer_than_a_list_of_a_request_may_be() -> None:
+    """Otherwise serving would refuse every request of a user with many clicks."""
+    text = '[tables.item]\ndim = 1\n[[ro]]\nname = "h"\nkind = "ids"\ntable = "item"\nonline = "history"\n'
+    text += '[[label]]\nname = "c"\naction = "click"\n[online]\nhistory_len = 9\n[limits]\nmax_list = 3'
+    schema = parse_schema(text)
+    counters = Counters(schema)
+    for item in range(1, 8):
+        counters.apply_engagement(9, item, "click", 1.0, T0 + item)
+    ro, _ = counters.read(9, [], T0 + 10)
+    assert ro["history"] == [7, 6, 5] and ro["history_len"] == 7.0
+    assert encode_ro(schema, {"h": ro["history"]})
+
+
 @pytest.mark.parametrize(
     ("feature", "value"),
     [
