@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_the_order_of_the_tables_of_columns_is_part_of_the_names_of_inputs() -> 
     """Models read the columns of an entry in this order, which the fingerprint does not cover."""
 
     def declare(*columns: str) -> Schema:
-        history = {"name": "history", "kind": "sequence", "table": "item"}
+        history: dict[str, Any] = {"name": "history", "kind": "sequence", "table": "item"}
         history |= {"columns": dict.fromkeys(("shop", "brand"), "ids")}
         history |= {"column_tables": dict.fromkeys(columns, "item")}
         return schema_from_dict(

@@ -91,8 +91,9 @@ def test_flat_columns_encode_like_lists_of_one() -> None:
 
 def test_empty_arrays_encode_like_empty_lists(schema: Schema) -> None:
     none = np.zeros(0, np.int64)
+    empties: list[Any] = [none, []]
     for name, columns in (("tags", ("ids", "weights")), ("history", ("item", "action", "kind", "time"))):
-        arrays, lists = ({name: dict.fromkeys(columns, empty)} for empty in (none, []))
+        arrays, lists = ({name: dict.fromkeys(columns, empty)} for empty in empties)
         assert encode_ro(schema, arrays) == encode_ro(schema, lists)
     assert encode_nro(schema, {"item": [none]}, 1) == encode_nro(schema, {"item": [[]]}, 1)
 

@@ -522,7 +522,8 @@ def test_a_commit_of_other_transforms_is_refused(commits: Commits) -> None:
 
 def changed_feature(side: str, name: str, **settings: Any) -> Schema:
     features = [dataclasses.replace(f, **settings) if f.name == name else f for f in getattr(SCHEMA, side)]
-    return dataclasses.replace(SCHEMA, **{side: tuple(features)})
+    changes: dict[str, Any] = {side: tuple(features)}
+    return dataclasses.replace(SCHEMA, **changes)
 
 
 @pytest.mark.parametrize(
