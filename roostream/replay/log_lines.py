@@ -193,10 +193,10 @@ def _check_numbers(line: ImpressionLine) -> None:
         if not 0 <= position < _POSITIONS:
             raise ValueError(f"positions: expected 0 to {_POSITIONS - 1}, got {position}")
     for propensity in line.propensities:
-        if not 0 < propensity <= 1:
+        if not 0 < np.float32(propensity) <= 1:
             text = f"propensities: expected probabilities above 0 and at most 1, got {propensity:g}"
             raise ValueError(text)
-    if not 0 < line.weight <= MAX_WEIGHT:
+    if not 0 < np.float32(line.weight) <= MAX_WEIGHT:  # in records both are 32-bit, and a weight of 0 is 1
         raise ValueError(
             f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; remove an "
             "impression that should not count"

@@ -141,6 +141,8 @@ def test_event_ids_are_equal_for_equal_lines_only_unless_the_line_has_an_id(
             IMPRESSION | {"weight": -1},
             r"log:2: weight: expected a number above 0 and at most 1000000, got -1",
         ),
+        (IMPRESSION | {"weight": 1e-60}, r"log:2: weight: expected a number above 0 .* got 1e-60"),
+        (IMPRESSION | {"propensities": [1e-60]}, r"log:2: propensities: expected .* got 1e-60"),
         (IMPRESSION | {"surface": "x" * 65}, r"log:2: surface: expected at most 64 bytes, got 65"),
         (IMPRESSION | {"user_id": ""}, r"log:2: user_id: expected an id, got an empty string; leave"),
         (
