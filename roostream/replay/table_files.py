@@ -151,6 +151,8 @@ def as_parquet(
                 if name not in columns:
                     columns[name] = new_column(keep_missing is None or name in keep_missing)
                 columns[name].observe(cells)
+    if not columns:
+        raise ConfigError(f"{', '.join(paths)}: expected rows, got none; check the files")
     names = {name: _names_of(name, column, columns) for name, column in columns.items()}
     fields = [
         field for name, column in columns.items() for field in zip(names[name], column.types, strict=True)
@@ -238,7 +240,8 @@ def with_row_per_item(
                     raise ConfigError(
                         f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"
                     )
-                if not is_list(kind := file.schema_arrow.field(column).type):
+                kind = file.schema_arrow.field(column).type
+                if not is_list(kind) and not pa.types.is_null(kind):
                     raise ConfigError(
                         f"{path}: column {column!r} (lists): expected lists, got {kind}; correct the map"
                     )
@@ -257,6 +260,9 @@ def _row_per_item(
     """`first`: number of the first row."""
     lines = batch.column(LINE) if LINE in batch.schema.names else pa.array(np.arange(len(batch)) + first)
     lists = {name: batch.column(name) for name in columns}
+    for name, cells in lists.items():
+        if pa.types.is_null(cells.type):  # a column without values
+            lists[name] = cells.cast(pa.list_(pa.null()))
     length_N = {name: np.asarray(pc.fill_null(pc.list_value_length(x), -1)) for name, x in lists.items()}
     shown_N = length_N[columns[0]]
     fits_N = shown_N > 0

@@ -780,6 +780,18 @@ def test_an_item_of_an_action_that_its_row_does_not_show_is_kept_once(tmp_path: 
     assert counts.engagements == 3
 
 
+def test_a_list_may_be_missing_in_every_row(tmp_path: Path) -> None:
+    rows = [{"id": id_, "t": T0, "items": [3, 4], "price": None, "chosen": [4]} for id_ in "ab"]
+    counts, lines = import_lists(tmp_path, rows)
+    assert (counts.requests, counts.engagements, counts.skipped) == (2, 2, 0)
+    assert [line["candidates"] for line in lines[::2]] == [{"item_id": [3, 4]}] * 2
+
+
+def test_files_without_rows_are_reported_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl: expected rows, got none"):
+        import_lists(tmp_path, [])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
