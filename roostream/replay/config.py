@@ -231,6 +231,9 @@ class CheckConfig(Settings):
             raise ConfigError(
                 "expected --log FILES, or --impressions FILES with --engagements FILES; give one of the two"
             )
+        for name in ("engagements", "ignore"):
+            if self.log and getattr(self, name):
+                raise ConfigError(f"--{name} is about tables; remove it, or replace --log by --impressions")
         self.replay()
 
     def replay(self) -> ReplayConfig:

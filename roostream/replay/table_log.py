@@ -85,11 +85,16 @@ def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
     """
     reader = LogLineReader(schema, skip_bad=options.skip_bad)
     features = {f.name for f in (*schema.ro, *schema.nro)}
-    shown = [
-        _checked(read(path, reader), _OF_IMPRESSIONS, _NEEDED, features, options.ignore)
-        for path in options.impressions
-    ]
-    done = [_engagement_table(read(path, reader), features, options.ignore) for path in options.engagements]
+    shown = [read(path, reader) for path in options.impressions]
+    done = [read(path, reader) for path in options.engagements]
+    there = {name for table in (*shown, *done) for name in table.table.column_names}
+    for name in options.ignore:
+        if name not in there:
+            raise ConfigError(
+                f"--ignore: expected columns of the tables, got {name!r}{nearest(name, there)}; correct it"
+            )
+    shown = [_checked(table, _OF_IMPRESSIONS, _NEEDED, features, options.ignore) for table in shown]
+    done = [_engagement_table(table, features, options.ignore) for table in done]
     for table in (*shown, *done):
         _check_types(table)
     impressions, engagements = _impressions(shown, schema, reader), _engagements(done, reader)

@@ -404,6 +404,12 @@ def test_columns_may_be_ignored_and_empty_lines_are_skipped(tmp_path: Path) -> N
     assert request.where.endswith("shown.csv:3")
 
 
+def test_a_column_to_ignore_that_no_table_has_is_reported(tmp_path: Path) -> None:
+    assert list(open_csv(tmp_path, ignore=("value", "user_id")).events)
+    with pytest.raises(ConfigError, match="'bask'; did you mean 'basket'"):
+        open_csv(tmp_path, ignore=("bask",))
+
+
 @pytest.mark.parametrize("module", [csv_log, parquet_log])
 def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path, module: Any) -> None:
     file = tmp_path / "file"

@@ -194,4 +194,7 @@ def test_a_log_that_cannot_be_checked_is_refused(tmp_path: Path) -> None:
         CheckConfig(schema=schema, log=("nowhere.jsonl",))
     with pytest.raises(ConfigError, match=r"all end in .parquet, or all in .csv"):
         CheckConfig(schema=schema, impressions=(schema,))
+    for name in ("engagements", "ignore"):  # it would be left out silently
+        with pytest.raises(ConfigError, match=f"--{name}"):
+            CheckConfig(schema=schema, log=(schema,), **{name: (schema,)})  # type: ignore[arg-type]
     assert check(tmp_path)[0] == 2
