@@ -157,7 +157,7 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
         def first_rows(files: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
             if not are_read:
                 files = as_parquet(files, Path(folder), _refuse, MAX_LINES, keep_missing=None)
-            return _table_rows(files)
+            return _table_rows(files, choices.ignore)
 
         rows, complete, types = first_rows(paths)
         if not choices.engagements:
@@ -779,7 +779,7 @@ def _snake(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "_", text).strip("_-")[:64]
 
 
-def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
+def _table_rows(paths: Sequence[str], ignore: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
     """The first rows of each Parquet file, whether they are all, and the types of the first file's
     columns."""
     rows, complete, types = list[dict[str, Any]](), True, None
@@ -790,17 +790,38 @@ def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Sc
             complete &= file.metadata.num_rows <= left
             try:
                 for batch in file.iter_batches(min(left, _ROWS)):
-                    found = times_in_ms(pa.Table.from_batches([batch[:left]])).to_pylist()
+                    table = times_in_ms(pa.Table.from_batches([batch[:left]]))
+                    found = _cells(path, table, ignore)
                     left -= len(found)
                     rows += [{n: _number(cell) for n, cell in row.items() if n != LINE} for row in found]
                     if not left:
                         break
             except (pa.ArrowInvalid, OSError) as error:
                 raise damaged_file(path, error) from None
-            except OverflowError:  # of a timestamp
-                text = "expected times before the year 10000, got a later one; correct it, such as its unit"
-                raise ConfigError(f"{path}: {text}") from None
     return rows, complete, types
+
+
+def _cells(path: str, table: pa.Table, ignore: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows. A column to `ignore` is empty if Python cannot hold its times.
+
+    Raises:
+        ConfigError: another column has such a time.
+    """
+    try:
+        return table.to_pylist()
+    except OverflowError:
+        pass
+    for n, name in enumerate(table.column_names):
+        try:
+            table.column(n).to_pylist()
+        except OverflowError:
+            if name not in ignore:
+                raise ConfigError(
+                    f"{path}: column {name!r}: expected times before the year 10000, got a later one; "
+                    f"correct it, such as its unit, or leave it out with --ignore {name}"
+                ) from None
+            table = table.set_column(n, name, pa.nulls(len(table)))
+    return table.to_pylist()
 
 
 def _number(cell: Any) -> Any:

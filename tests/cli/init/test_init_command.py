@@ -684,8 +684,12 @@ def test_timestamps_are_read_whatever_their_unit_and_zone_or_refused() -> None:
     write_visits(pa.array([T0 * 10**6 + 1] * 3, pa.timestamp("ns", "Nowhere/Unknown")))
     run("shop", "--from", "visits.parquet")
     write_visits(pa.array([T0 * 1000] * 3, pa.timestamp("ms")))
-    with pytest.raises(ConfigError, match="before the year 10000"):
+    with pytest.raises(ConfigError, match=r"column 'time'.* before the year 10000"):
         run("other", "--from", "visits.parquet")
+    write_visits(pa.array([T0] * 3), seen=pa.array([T0 * 1000] * 3, pa.timestamp("ms")))
+    with pytest.raises(ConfigError, match=r"column 'seen'.* before the year 10000.* --ignore"):
+        run("other", "--from", "visits.parquet")
+    run("other", "--from", "visits.parquet", "--ignore", "seen")
 
 
 @pytest.mark.parametrize("kind", [pa.timestamp("ms", "Nowhere/Unknown"), pa.timestamp("ns")])
