@@ -102,7 +102,7 @@ def _check_models(config: ReplayConfig, schema: Schema) -> list[str]:
     """Build each model, so that a mistake ends the replay before the log is read. Returns a sentence for each
     custom model that fails a check of `roostream check-model`."""
     settings, doubts = program_settings(config).model, []
-    for file in config.model if "kind" not in settings else ():
+    for file in config.model or ("",) if "kind" not in settings else ():
         model = with_model_settings(load_model_config(file), settings)
         try:
             if not isinstance(model, CustomModelConfig):

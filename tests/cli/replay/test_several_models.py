@@ -92,6 +92,17 @@ def test_a_bad_model_file_ends_the_command_before_the_log_is_read(
     assert "bad.toml" in output and "widht" in output and "a.toml" not in output.replace(str(bad), "")
 
 
+def test_a_schema_without_features_is_refused_before_the_log_is_read(
+    news_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bare, no_log = news_folder / "bare.toml", str(news_folder / "a.toml")
+    bare.write_text('[[label]]\nname = "click"\naction = "click"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["replay", "jsonl", "--log", no_log, "--schema", str(bare), "--engine", "local"])
+    output = capfd.readouterr().err
+    assert ended.value.code == 2 and "at least one [[ro]] or [[nro]] feature" in output
+
+
 def test_several_models_need_the_local_engine_and_different_files(news_folder: Path) -> None:
     a, b = str(news_folder / "a.toml"), str(news_folder / "b.toml")
     assert "--engine local" in error_of(news_folder, a, b, engine="stack")
