@@ -6,13 +6,14 @@ Ids are uint64 on the wire and int64 views in arrays. `hash64` is xxh3-64 with s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import xxhash
 
 MASK64 = (1 << 64) - 1
 LOWEST_ID = -(1 << 63)
+_MAX_LEADING_ZEROS = 3  # each more costs a hash for every shown item
 
 
 def hash64(data: bytes | str) -> int:
@@ -40,16 +41,24 @@ def item_id(value: int | str) -> int:
 
 def other_id_form(item: int, shown: Iterable[int]) -> str:
     """A hint for an error message, if an id that is not among `shown` occurs there in its other form: as the
-    text "5" for the integer 5, or the reverse; else "". All ids are uint64."""
+    text "5", "5.0" or "05" for the integer 5, or the reverse; else "". All ids are uint64."""
     known = set(shown)
-    for number in {item, signed(item)}:
-        if hash64(str(number)) in known:
-            return f'; it did show the text "{number}", and this is the integer {number}: use one form'
+    for number, text in _texts(item):
+        if hash64(text) in known:
+            return f'; it did show the text "{text}", and this is the integer {number}: use one form'
     for other in known:
-        for number in {other, signed(other)}:
-            if hash64(str(number)) == item:
-                return f'; it did show the integer {number}, and this is the text "{number}": use one form'
+        for number, text in _texts(other):
+            if hash64(text) == item:
+                return f'; it did show the integer {number}, and this is the text "{text}": use one form'
     return ""
+
+
+def _texts(item: int) -> Iterator[tuple[int, str]]:
+    """The integers that an id may be, each with texts that a table may have for it."""
+    for number in {item, signed(item)}:
+        digits = str(number)
+        padded = (digits.zfill(len(digits) + zeros) for zeros in range(1, _MAX_LEADING_ZEROS + 1))
+        yield from ((number, text) for text in (digits, f"{digits}.0", *padded))
 
 
 def signed(value: int) -> int:
