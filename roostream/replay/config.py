@@ -114,6 +114,8 @@ class ReplayConfig(Settings):
                 "(docs/bring-your-own-data.md)"
             )
         for path in filter(None, (self.schema, *self.model)):
+            if Path(path).is_dir():
+                raise ConfigError(f"{path}: expected a TOML file, got a folder; name the file in it")
             if not Path(path).is_file():
                 raise ConfigError(f"{path}: no such file; check the path")
         if self.home and self.engine != "stack":

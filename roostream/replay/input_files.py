@@ -46,6 +46,8 @@ def open_file(path: str) -> BinaryIO:
 
 
 def _open(path: str) -> BinaryIO:
+    if not path:
+        raise ConfigError("expected a path, got an empty text; is a variable of the shell unset?")
     try:
         return Path(path).open("rb")
     except FileNotFoundError:

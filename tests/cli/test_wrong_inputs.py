@@ -37,6 +37,8 @@ WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then t
     ("no such file", "check", "--schema", "nothere.toml", "--log", "log.jsonl"),
     ("no such file", "check", "--schema", SHOP, "--log", "nothere.jsonl"),
     ("got a folder", "check", "--schema", SHOP, "--log", "folder"),
+    ("got a folder", "check", "--schema", "folder", "--log", "log.jsonl"),
+    ("got an empty text", "check", "--schema", SHOP, "--log", ""),
     ("expected integer", "check", "--schema", "bad.toml", "--log", "log.jsonl"),
     ("expected TOML", "check", "--schema", "broken.toml", "--log", "log.jsonl"),
     ("at least one usable", "check", "--schema", SHOP, "--log", "empty.jsonl"),
@@ -63,6 +65,8 @@ WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then t
     ("expected a name", "init", "bad!name"),
     ("expected an action", "init", "x", "--from", "two.jsonl", "--click", "nothing"),
     ("100 to 1,000,000", "init", "x", "--requests", "3"),
+    ("got 0", "init", "x", "--requests", "0"),
+    ("folder '.'", "init", "."),
     (
         "list of text",
         "import",

@@ -32,7 +32,7 @@ def init_folder(name: str, given: dict[str, Any]) -> None:
     """See the command's help."""
     folder = Path(name)
     try:
-        check_name("folder", folder.name)
+        check_name("folder", folder.name or name)
     except SettingError as error:
         raise ConfigError(f"{error}; such as `roostream init shop`") from None
     if given["log"]:
@@ -71,8 +71,10 @@ def _questions(given: dict[str, Any]) -> tuple[str, str, int]:
         action = action or click.prompt("What shall the model predict? Users of the sample…", default="click")
         if second is None:
             second = click.prompt("A rarer action after it, or none", default="order")
-        requests = requests or click.prompt("Requests in the sample log", default=6000, type=int)
-    action, second, requests = action or "click", "order" if second is None else second, requests or 6000
+        if requests is None:
+            requests = click.prompt("Requests in the sample log", default=6000, type=int)
+    requests = 6000 if requests is None else requests
+    action, second = action or "click", "order" if second is None else second
     second = "" if second == "none" else second
     if not 100 <= requests <= 1_000_000:
         raise ConfigError(f"--requests: expected 100 to 1,000,000, got {requests:,}; choose such a number")
