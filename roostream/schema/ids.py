@@ -13,7 +13,6 @@ import xxhash
 
 MASK64 = (1 << 64) - 1
 LOWEST_ID = -(1 << 63)
-_MAX_LEADING_ZEROS = 3  # each more costs a hash for every shown item
 
 
 def hash64(data: bytes | str) -> int:
@@ -41,7 +40,7 @@ def item_id(value: int | str) -> int:
 
 def other_id_form(item: int, shown: Iterable[int]) -> str:
     """A hint for an error message, if an id that is not among `shown` occurs there in its other form: as the
-    text "5", "5.0" or "05" for the integer 5, or the reverse; else "". All ids are uint64."""
+    text "5" or "5.0" for the integer 5, or the reverse; else "". All ids are uint64."""
     known = set(shown)
     for number, text in _texts(item):
         if hash64(text) in known:
@@ -54,11 +53,11 @@ def other_id_form(item: int, shown: Iterable[int]) -> str:
 
 
 def _texts(item: int) -> Iterator[tuple[int, str]]:
-    """The integers that an id may be, each with texts that a table may have for it."""
+    """The integers that an id may be, each with texts that a table may have for it. More texts would cost the
+    joiner a hash each for every shown item."""
     for number in {item, signed(item)}:
-        digits = str(number)
-        padded = (digits.zfill(len(digits) + zeros) for zeros in range(1, _MAX_LEADING_ZEROS + 1))
-        yield from ((number, text) for text in (digits, f"{digits}.0", *padded))
+        yield number, str(number)
+        yield number, f"{number}.0"
 
 
 def signed(value: int) -> int:

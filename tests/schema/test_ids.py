@@ -55,7 +55,6 @@ def test_a_hint_names_the_text_or_integer_form_of_an_id_that_was_shown() -> None
     assert 'text "5"' in ids.other_id_form(5, [text, 9])
     assert "integer 5" in ids.other_id_form(text, [5, 9])
     assert "integer -3" in ids.other_id_form(ids.hash64("-3"), [ids.unsigned(-3)])
-    for other in ("5.0", "005"):  # as tables of text may write it
-        assert f'text "{other}"' in ids.other_id_form(5, [ids.hash64(other), 9])
-        assert f'text "{other}"' in ids.other_id_form(ids.hash64(other), [5, 9])
+    assert 'text "5.0"' in ids.other_id_form(5, [ids.hash64("5.0"), 9])
+    assert 'text "5.0"' in ids.other_id_form(ids.hash64("5.0"), [5, 9])
     assert ids.other_id_form(6, [text, 5]) == "" == ids.other_id_form(5, [])
