@@ -66,6 +66,8 @@ class AccessMiddleware:
                 if scope["method"] not in _SAFE_METHODS:
                     check_same_site(scope)
                 self.check(scope)
+                if scope["path"].endswith("\n"):  # Starlette's routes match it, scopes and gates do not
+                    raise RequestError(404, f"nothing is at {shown(scope['path'])!r}")
             except RequestError as error:
                 self.count(error.status)
                 own = {"www-authenticate": "Bearer"} if error.status == 401 else {}

@@ -85,6 +85,17 @@ def test_a_key_gives_access_to_the_routes_of_its_scopes(
     assert get_metric("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/metrics"), ("GET", "/page/items.json"), ("POST", "/v1/rank"), ("GET", "/docs/favicon.png")],
+)
+def test_a_line_feed_at_the_end_of_a_path_opens_no_route(with_keys: Any, method: str, path: str) -> None:
+    http, keys, _ = with_keys
+    for key in keys.values():
+        answer = http.request(method, f"{path}%0A", json=BODY, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 404, answer.headers
+
+
 def test_every_traffic_route_requires_a_scope(with_keys: Any) -> None:
     http, keys, _ = with_keys
     key = {"authorization": f"Bearer {keys['rank']}"}
