@@ -19,6 +19,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import check_block
 from roostream.wire.event_checks import (
     MAX_NAME_BYTES,
+    MAX_PRODUCER_BYTES,
     check_engagement,
     check_finite,
     check_header,
@@ -76,6 +77,9 @@ class EventDecoder:
             text = f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}"
             raise WireError("oversized", text)
         kind, message = wire.decode(value)
+        if isinstance(message, pb.Heartbeat) and len(message.producer.encode()) > MAX_PRODUCER_BYTES:
+            text = f"expected a producer's name of at most {MAX_PRODUCER_BYTES} bytes, got a longer one"
+            raise WireError("bad_shape", text)
         if isinstance(message, (pb.Impression, pb.Engagement, pb.Heartbeat, pb.EndMarker)):
             return message
         raise WireError("unknown_type", f"expected an impression or an engagement, got type {kind}")

@@ -6,13 +6,15 @@ import java.nio.charset.StandardCharsets;
 
 /**
  * The event time of a record. NOTHING if the record is not an event, heartbeat or end marker of this version, if its protobuf is
- * damaged, or if its time differs from the Kafka timestamp. Python sees every such record and decides what becomes of it.
+ * damaged, if its time differs from the Kafka timestamp, or if the name of its producer is too long to be stored. Python sees every
+ * such record and decides what becomes of it.
  */
 final class TimeSignal {
     enum Kind { NOTHING, EVENT, HEARTBEAT, END_MARKER }
 
     private static final int VERSION = 1;
     private static final long MAX_TIME_MS = 253_402_300_799_999L; // as roostream/wire/event_checks.py
+    private static final int MAX_PRODUCER_BYTES = 1024; // as there
     private static final int HEADER_TIME = 5;
 
     final Kind kind;
@@ -98,18 +100,20 @@ final class TimeSignal {
 
         /** Reads a Heartbeat or EndMarker: time_ms = 1, and producer = 2 of a Heartbeat. */
         void timeMark(boolean hasProducer) {
+            boolean isTooLong = false;
             while (next()) {
                 if (field == 1 && type == 1) {
                     timeMs = data.getLong(at);
                 } else if (hasProducer && field == 2 && type == 2) {
-                    producer = new String(data.array(), at, size, StandardCharsets.UTF_8);
+                    isTooLong = size > MAX_PRODUCER_BYTES;
+                    producer = isTooLong ? "" : new String(data.array(), at, size, StandardCharsets.UTF_8);
                     isPlain &= isAscii(at, size);
                 } else {
                     isPlain = false;
                 }
                 at += size;
             }
-            if (at < 0) {
+            if (at < 0 || isTooLong) {
                 timeMs = Long.MIN_VALUE;
                 isPlain = false;
             }

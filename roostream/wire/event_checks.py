@@ -13,6 +13,7 @@ from roostream.wire.records import Record
 
 MAX_TIME_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 MAX_NAME_BYTES = 64
+MAX_PRODUCER_BYTES = 1024  # the joiner stores the names of the producers that send heartbeats
 
 
 def check_header(record: Record, header: pb.Header) -> None:

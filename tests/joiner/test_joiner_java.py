@@ -20,7 +20,7 @@ from joiner.state import Engagement, Impression
 from roostream.runtime.event_time import START
 from roostream.runtime.flink_rest import pyflink_home
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.event_checks import MAX_TIME_MS
+from roostream.wire.event_checks import MAX_PRODUCER_BYTES, MAX_TIME_MS
 from roostream.wire.records import Record
 from tests.joiner.cases import engagement, impression, make_decoder, record
 
@@ -179,6 +179,16 @@ def test_the_first_event_of_a_partition_without_a_stored_time_is_confirmed_after
     assert readings(class_path, records)[0][3] == times_ms[0], (
         "a new job must accept the first event without confirmation"
     )
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_PRODUCER_BYTES, MAX_PRODUCER_BYTES + 1, 70_000])
+def test_a_producer_with_an_endless_name_does_not_stop_checkpoints(java: Run, num_bytes: int) -> None:
+    """The stored time of a partition contains the names. Differential stores it every 100 records."""
+    beat = record(pb.Heartbeat(time_ms=2 * T, producer="p" * num_bytes))
+    found = java([record(engagement(T, event=1)), *[beat] * 100])
+    is_valid = num_bytes <= MAX_PRODUCER_BYTES
+    assert found[-1] == ((False, HEARTBEAT, 2 * T, 2 * T) if is_valid else (True, NOTHING, START, T))
+    assert python_reading(beat) == found[-1][1:3]
 
 
 END = (1 << 63) - 1
