@@ -233,5 +233,8 @@ class LocalRunner:
                 self._write(self.engine.set_idle(partition))
 
     def _write(self, outputs: Sequence[Output]) -> None:
-        self.sink.write(outputs)
+        if not outputs:
+            return
+        with self.health.waiting("Kafka to take the joiner's outputs"):
+            self.sink.write(outputs)
         self.metrics.count_outputs(outputs)

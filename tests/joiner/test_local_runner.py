@@ -136,6 +136,19 @@ def test_a_stop_ends_the_runner_while_kafka_is_away(tmp_path: Path) -> None:
     assert FileStore(tmp_path).list("snapshots") == [], "outputs that Kafka does not have are in no snapshot"
 
 
+def test_a_sink_that_waits_for_kafka_does_not_make_the_joiner_look_stalled(tmp_path: Path) -> None:
+    class SlowSink(MemorySink):
+        def write(self, outputs: Sequence[Output]) -> None:
+            super().write(outputs)
+            runner.clock.sleep(3_600)
+            dead.append(runner.health.dead())
+
+    dead: list[str] = []
+    runner = make_runner(generated.with_offsets(generated.arrivals(5)), tmp_path, SlowSink())
+    run(runner)
+    assert len(dead) > 1 and not any(dead)
+
+
 def test_a_stop_writes_a_snapshot_after_which_nothing_is_read_again(tmp_path: Path) -> None:
     records = generated.with_offsets(generated.arrivals(5))
     run(make_runner(records, tmp_path, MemorySink()))
