@@ -166,7 +166,8 @@ class _Watcher:
             return "the job manager has not recovered the job yet"
         self._check_runs(state)
         if failing := state in ("RESTARTING", "FAILING"):
-            self._failure, self._failed_at_s = self.job.rest.failure(self.job.id), self.clock.monotonic_s()
+            self._failure = self._wait_for(partial(self.job.rest.failure, self.job.id))
+            self._failed_at_s = self.clock.monotonic_s()
         if state != self._logged_state:
             log.info("the job is %s%s", state, f" ({self._failure})" if failing else "")
             self._logged_state = state

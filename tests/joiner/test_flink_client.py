@@ -346,6 +346,17 @@ def test_a_job_that_fails_again_and_again_is_never_ready(
     assert reasons[2] == "", "it has run for a while"
 
 
+def test_a_job_manager_that_cannot_name_a_failure_now_does_not_end_the_watch(flink: FakeFlink) -> None:
+    """It goes away, or is too busy for an answer in time, above all while jobs fail."""
+    stop, health, path = Stop(), Health(60), f"/jobs/{JOB}/exceptions?maxExceptions=1"
+    flink.answers |= {f"/jobs/{JOB}": {"state": "RESTARTING"}, path: 503}
+    threading.Timer(0.3, lambda: flink.answers.update({path: {}})).start()
+    threading.Timer(2.0, stop.set).start()
+    job, meters = flink_client.FlinkJob(FlinkRest(flink.url), JOB), JoinerMetrics(CollectorRegistry())
+    flink_client.watch(job, meters, health, stop)
+    assert health.unready() == "the job is RESTARTING"
+
+
 def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFlink) -> None:
     metrics, stop, health = f"/jobs/{JOB}/vertices/s/subtasks/metrics", Stop(), Health(60)
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING", "vertices": [{"id": "s", "name": "Source: x"}]}
