@@ -27,7 +27,14 @@ from roostream.models.sequence.next_item import NextItem, SasRec
 from trainer.config import missing_device
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
-from trainer.next_item.sequences import TEST, VALIDATION, UserSequences, evaluation_windows, training_windows
+from trainer.next_item.sequences import (
+    TEST,
+    VALIDATION,
+    NextWindows,
+    UserSequences,
+    evaluation_windows,
+    training_windows,
+)
 
 BEST_BY = "NDCG@10"
 _BETA2 = 0.98
@@ -86,21 +93,24 @@ class NextItemTrainer:
         """Train on every user once, in a new order; returns the mean loss of an entry.
 
         Raises:
-            RoostreamError: the loss is not finite.
+            RoostreamError: the loss is not finite, or no user has an entry to train.
         """
         self.model.train()
         total, entries = 0.0, 0
         for user_R in self._batches(self.order.permutation(self.sequences.num_users)):
-            loss, number = self._step(user_R)
+            windows = training_windows(self.sequences, user_R, self.config.max_length)
+            if not len(windows.item_S):  # all users of the batch have only the items that are evaluated
+                continue
+            loss, number = self._step(windows), len(windows.item_S)
             total, entries = total + loss * number, entries + number
         if not np.isfinite(total):
             raise RoostreamError(f"expected a finite loss, got {total}; train with a smaller learning_rate")
+        if not entries:
+            raise RoostreamError("expected a user with at least 4 interactions, got none; add such users")
         return total / entries
 
-    def _step(self, user_R: np.ndarray) -> tuple[float, int]:
-        config = self.config
-        windows = training_windows(self.sequences, user_R, config.max_length)
-        number = len(windows.item_S)
+    def _step(self, windows: NextWindows) -> float:
+        config, number = self.config, len(windows.item_S)
         drawn_SN = torch.randint(self.num_items, (number, config.negatives), generator=self.negatives)
         item_SC = torch.cat([torch.from_numpy(windows.next_S)[:, None], drawn_SN], dim=1)
         u_SD = self._vectors(windows.item_S, windows.length_R)
@@ -110,7 +120,8 @@ class NextItemTrainer:
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        return loss.item(), number
+        mean_loss: float = loss.item()
+        return mean_loss
 
     @torch.inference_mode()
     def evaluate(self, behind: int) -> dict[str, float]:

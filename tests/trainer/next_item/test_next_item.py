@@ -202,6 +202,21 @@ def test_a_non_finite_loss_ends_training() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def sequences_of(*lengths: int) -> UserSequences:
+    user_N = np.repeat(np.arange(len(lengths)), lengths)
+    return group_by_user(user_N, CORPUS[np.arange(len(user_N)) % len(CORPUS)], CORPUS)
+
+
+def test_a_batch_of_users_with_three_items_each_trains_nothing() -> None:
+    """Two of the three are for evaluation, so there is nothing to predict, and the mean loss of no entry is
+    NaN."""
+    config = NextItemConfig(data="-", batch_users=1, width=4, max_length=4, dropout=0.0)
+    run = NextItemTrainer(config, sequences_of(3, 6, 3), len(CORPUS))
+    assert math.isfinite(run.epoch()) and all(p.isfinite().all() for p in run.model.parameters())
+    with pytest.raises(RoostreamError, match="at least 4 interactions"):
+        NextItemTrainer(config, sequences_of(3, 3), len(CORPUS)).epoch()
+
+
 def test_a_missing_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a CUDA device for 'cuda' on this machine, got none"):
         run_next_item(NextItemConfig(model="hstu", device="cuda", **SMALL), chain_sequences(), ITEMS)
