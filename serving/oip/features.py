@@ -121,7 +121,7 @@ class FeatureTensors:
                         raise RequestError(
                             400, f"expected shape [1, L], got {list(tensor.shape)}", tensor.path
                         )
-                columns = {name: _list(tensor) for name, tensor in parts.items()}
+                columns = {name: _list(f, name, tensor) for name, tensor in parts.items()}
                 self._check_lengths(f, {name: [len(values)] for name, values in columns.items()}, parts)
                 out[f.name] = _one(f, columns)
         return {name: value for name, value in out.items() if value == value}
@@ -142,7 +142,7 @@ class FeatureTensors:
                 continue
             lengths = _lengths(inputs.get(f.name + LENGTHS), parts[f.name], n)
             self._check_lengths(f, {f.name: lengths}, parts)
-            flat = {name: _list(tensor) for name, tensor in parts.items()}
+            flat = {name: _list(f, name, tensor) for name, tensor in parts.items()}
             used = sum(length for length in lengths if length > 0)
             for name, values in flat.items():
                 if len(values) != used:
@@ -222,8 +222,10 @@ def _integers(tensor: Tensor) -> list[Any]:
     return tensor.values.tolist()
 
 
-def _list(tensor: Tensor) -> list[Any]:
-    """Ids, times or weights."""
+def _list(f: Feature, name: str, tensor: Tensor) -> list[Any]:
+    """Ids, times or weights: the values of the input `name` of a list feature."""
+    if f.kind == "weighted_ids" and name != f.name:
+        return _numbers(tensor).tolist()
     if not isinstance(tensor.values, list) and tensor.values.dtype.kind == "f":
         return _numbers(tensor).tolist()
     return _ids(tensor)

@@ -195,6 +195,11 @@ def test_binary_tensors_follow_the_json_in_both_directions(shared_http: TestClie
         (replace_input(name="clicks", shape=[1 << 40]), 400, "sizes of 0 or more"),
         (replace_input(name="clicks", parameters={"binary_data_size": 5}), 400, "expected at most 0 bytes"),
         (replace_input(name="hour", shape=[2], data=[1, 2]), 400, "of shape [1]"),
+        (
+            replace_input(name="likes.weights", datatype="BYTES", data=["0.5", "2"]),
+            400,
+            "expected numbers, got BYTES",
+        ),
         (replace_input(name="user", shape=[2, 1], data=[1, 2]), 400, "expected shape [1, L]"),
         (replace_input(name="user", shape=[1, 11], data=list(range(11))), 413, "at most 10 entries"),
         (
