@@ -102,8 +102,8 @@ class Faults:
         self.rng, self.began_s = random.Random(SEED), time.monotonic()
         self.memory: dict[str, list[tuple[float, int]]] = {}
         self.settled: dict[str, dict[int, list[tuple[float, int]]]] = {}
-        """Program → process id → (time, resident bytes) in the second half of the run, while the process was
-        older than `SETTLED_S`."""
+        """Program → process id → (time, private resident bytes) in the second half of the run, while the
+        process was older than `SETTLED_S`."""
         self.files: dict[str, list[tuple[float, int]]] = {}
         self.victims = [v for v in (*VICTIMS, "serving-1") if v in stack.expand(["all"])]
         self.kills: list[tuple[float, str]] = []
@@ -138,7 +138,8 @@ class Faults:
                     continue
                 process = psutil.Process(pid)
                 if (age_s := time.time() - process.create_time()) >= GROWN_UP_S:
-                    sample = (now_s, process.memory_info().rss)
+                    memory = process.memory_info()
+                    sample = (now_s, memory.rss - memory.shared)  # pages of mapped files are the kernel's
                     self.memory.setdefault(name, []).append(sample)
                     self.files.setdefault(name, []).append((now_s, process.num_fds()))
                     if age_s >= SETTLED_S and now_s >= SECONDS / 2:
@@ -192,7 +193,8 @@ class Faults:
             "garbage_records": self.num_garbage,
             "disk_filled": self.num_full,
             "memory_mb": {
-                name: [(round(at), rss >> 20) for at, rss in samples] for name, samples in self.memory.items()
+                name: [(round(at), used >> 20) for at, used in samples]
+                for name, samples in self.memory.items()
             },
             "files": {
                 name: [(round(at), number) for at, number in samples] for name, samples in self.files.items()
@@ -227,9 +229,9 @@ def slope(lives: dict[int, list[tuple[float, int]]]) -> Slope | None:
     process."""
     times, levels, minutes = [], [], 0.0
     for samples in lives.values():
-        at_s, rss = np.array(samples, float).T
+        at_s, used = np.array(samples, float).T
         times.append(at_s - at_s.mean())
-        levels.append(rss - rss.mean())
+        levels.append(used - used.mean())
         minutes += (at_s[-1] - at_s[0]) / 60
     x, y = np.concatenate(times) / 3600, np.concatenate(levels) / 2**20
     if (spread := float(x @ x)) == 0 or len(x) - len(lives) < 2:
@@ -316,7 +318,7 @@ def test_nothing_is_lost_and_memory_is_flat_under_random_faults(
                 if name in our_programs and number > MORE_FILES
             } == {}
             for name, max_mb in STILL_FILLING_MB.items():
-                assert max(rss >> 20 for _, rss in faults.memory[name]) < max_mb, (
+                assert max(used >> 20 for _, used in faults.memory[name]) < max_mb, (
                     name,
                     report["memory_mb"][name],
                 )
