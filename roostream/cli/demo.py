@@ -199,8 +199,5 @@ class ConsoleHandler(logging.Handler):
         text = plain(mask_secrets(record.getMessage()))
         try:
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-        except (
-            OSError,
-            SystemExit,
-        ):  # rich raises SystemExit at a broken pipe
+        except (OSError, SystemExit):  # rich raises SystemExit at a broken pipe
             self.on_failure()

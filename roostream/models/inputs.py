@@ -174,10 +174,10 @@ def input_names(schema: Schema) -> dict[str, list[str]]:
     sides: tuple[Side, Side] = ("ro", "nro")
     floats = {f"{side} floats": list(output_names(schema, side)) for side in sides}
     lists = {f"{side} lists": [name_of(f) for f in schema.lists(side)] for side in sides}
-    return floats | lists | {"values": _values(schema)}
+    return floats | lists | {"settings of features": _settings(schema)}
 
 
-def _values(schema: Schema) -> list[str]:
+def _settings(schema: Schema) -> list[str]:
     """Settings outside of the fingerprint by which the same sample gives a model other numbers."""
     counters, out = declared(schema), list[str]()
     for f in (*schema.ro, *schema.nro):

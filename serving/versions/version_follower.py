@@ -48,7 +48,8 @@ def read_weights(store: CheckpointStore, manifest: Manifest, schema: Schema) -> 
 
     Raises:
         CheckpointError: the file does not match the manifest.
-        VersionRefusedError: a parameter is not finite, or the commit has other transforms than `schema`.
+        VersionRefusedError: a parameter is not finite, or the commit has other transforms or settings of
+        features than `schema`.
     """
     name, data = manifest.dense.name, manifests.read_file(store, manifest.dense)
     try:
@@ -58,7 +59,7 @@ def read_weights(store: CheckpointStore, manifest: Manifest, schema: Schema) -> 
     if changed := changed_inputs(tensors, schema):
         raise VersionRefusedError(
             "schema",
-            f"{manifest.name}: expected the schema's {', '.join(sorted(changed))} after transforms, got "
+            f"{manifest.name}: expected the {' and '.join(sorted(changed))} of the schema of serving, got "
             "others; use the trainer's schema file, or wait for its next commit",
         )
     weights = {

@@ -65,8 +65,8 @@ def load_shadow_model(
         )
     if changed := changed_inputs(tensors, schema):
         raise ConfigError(
-            f"expected a shadow of the same transforms, {version} has other {', '.join(sorted(changed))}; "
-            "leave `shadow` out until there are commits of these transforms"
+            f"expected a shadow of this schema, {version} has other {' and '.join(sorted(changed))}; "
+            "leave `shadow` out until there are commits of these"
         )
     model = build_model(schema, model_config_from_dict(json.loads(metadata["model"])), 0).to(device)
     weights = {
