@@ -98,7 +98,8 @@ class Watermarks:
         return self._update()
 
     def ahead_ms(self, partition: Partition) -> int:
-        """By how many ms a partition is ahead of the slowest one that is not idle and has had a record."""
+        """Return the lead of a partition over the slowest other one, in ms. Idle partitions and those without
+        a record do not count; 0 for a partition without a record."""
         reached_ms = self.reached_ms[partition]
         seen = [ms for p, ms in self.reached_ms.items() if ms != START and p not in self.idle]
         return reached_ms - min(seen, default=reached_ms) if reached_ms != START else 0

@@ -84,7 +84,8 @@ class PendingStep:
 
 
 class GradientBarrier:
-    """The open step of a shard, guarded by the shard's lock."""
+    """Collects the pushes of a shard's open step, and applies them together. `lock` is the shard's lock: it
+    guards all state here."""
 
     def __init__(self, lock: threading.Lock, wait_s: float = PUSH_WAIT_S) -> None:
         self.wait_s = wait_s

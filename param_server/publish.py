@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
 
 class RowsTopic(Protocol):
-    """The topic `rows`: Kafka or memory. One thread."""
+    """The topic `rows`, in Kafka or in memory. Used by one thread."""
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
         """Append in order; return each message's offset when all are acknowledged. Waits while the broker is
@@ -58,17 +58,17 @@ class RowsTopic(Protocol):
         """
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
-        """(oldest offset still there, next offset). Raises UnavailableError as `deliver`."""
+        """Return (oldest offset that is still there, next offset). Raises UnavailableError as `deliver`."""
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
-        """Values of the records at start..end - 1, in order. Raises RecordsGoneError, UnavailableError."""
+        """Return the values of the records at start..end - 1, in order. Raises RecordsGoneError, UnavailableError."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connections to Kafka. May be called several times."""
 
 
 class Publisher:
-    """Connects one shard and the topic. `run` has a thread of its own."""
+    """Sends the changed rows of one shard to the topic `rows`. `run` is called in a thread of its own."""
 
     def __init__(self, shard: Shard, topic: RowsTopic, clock: Clock, *, interval_ms: int = 1000) -> None:
         self.shard, self.topic, self.clock, self.interval_ms = shard, topic, clock, interval_ms

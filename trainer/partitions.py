@@ -173,7 +173,8 @@ class PartitionStates:
         return min(taken, key=taken.__getitem__, default=None)
 
     def snapshot(self) -> dict[Partition, PartitionSnapshot]:
-        """Copy the state of all partitions, without what is only claimed."""
+        """Copy the state of all partitions as of the last trained chunk, without chunks that are only
+        claimed."""
         return self._parked | {
             p: PartitionSnapshot(
                 offset=self.progress[p],

@@ -254,11 +254,11 @@ def planned_tables(
     now_ms: int,
     rows: Mapping[str, int],
 ) -> tuple[list[PlannedTable], list[str]]:
-    """The schema's tables as a planner needs them, for batches of `batch` requests, and why some count as
-    unprofiled.
+    """Return the schema's tables in the form that a planner takes, for batches of `batch` requests, and a
+    sentence for each table without a usable profile.
 
-    A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
-    what they share.
+    A table has a usable profile if each feature that reads it has one. The row counts of its features are
+    added. The sum is an upper bound, because features may read the same rows.
     """
     tables, why = [], []
     sources = [source for of_stack in schema.derived(sources_of).values() for source in of_stack]

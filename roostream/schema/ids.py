@@ -126,7 +126,7 @@ def buckets_of(ids_N: np.ndarray, tables_N: np.ndarray | int, num_buckets: int) 
 
 
 def splitmix64_of(x_N: np.ndarray) -> np.ndarray:
-    """`splitmix64` of each of uint64 [N]."""
+    """Return the hash `splitmix64` of each element, uint64 [N]. `x_N`: uint64 [N]."""
     x_N = x_N + np.uint64(0x9E3779B97F4A7C15)
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -130,8 +130,8 @@ def newest_close_ms(files: Sequence[DataFile], now_ms: int) -> int:
 
 
 def oldest_kept_day(files: Sequence[DataFile], keep_days: int, today: date) -> date:
-    """The first of the newest `keep_days` days (see `newest_day`), which do not end after today. 0 = no
-    limit."""
+    """Return the first day to keep, so that `keep_days` days are kept up to the newest one (`newest_day`).
+    A newest day in the future counts as today. 0 = all days are kept."""
     if not keep_days or not files:
         return date.min
     newest = min(newest_day(files), today)
@@ -141,9 +141,12 @@ def oldest_kept_day(files: Sequence[DataFile], keep_days: int, today: date) -> d
 def files_to_retire(
     files: Sequence[DataFile], keep_days: int, keep_bytes: int, today: date = date.max
 ) -> list[DataFile]:
-    """Files to retire: those of days before the newest `keep_days`; then the oldest days until at most
-    `keep_bytes` are left; from the newest day on (a day that has just begun may follow it) the files that
-    closed first, but never the last file of a partition. 0 = no limit."""
+    """Return the files to remove from the table. 0 = no limit.
+
+    First come all files of days before the newest `keep_days` days. While more than `keep_bytes` are left,
+    whole days follow, the oldest first. In the newest day (and a day after it that has just begun) single
+    files follow, in the order in which they were closed. The last file of each partition stays.
+    """
     if not files:
         return []
     newest = newest_day(files)
