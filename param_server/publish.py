@@ -61,7 +61,8 @@ class RowsTopic(Protocol):
         """Return (oldest offset that is still there, next offset). Raises UnavailableError as `deliver`."""
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
-        """Return the values of the records at start..end - 1, in order. Raises RecordsGoneError, UnavailableError."""
+        """Return the values of the records at start..end - 1, in order. Raises RecordsGoneError,
+        UnavailableError."""
 
     def close(self) -> None:
         """Close the connections to Kafka. May be called several times."""

@@ -186,8 +186,8 @@ class Dedupe:
             self._by_step.setdefault(step, []).append(run.id_N[step_N == step])
 
     def _forget(self, floor_ms: int) -> None:
-        """Forget the ids with a time before `floor_ms`. No claim adds an id below its own floor, so nothing is
-        left to forget while the floor stays in the same step."""
+        """Forget the ids with a time before `floor_ms`. No claim adds an id below its own floor, so nothing
+        is left to forget while the floor stays in the same step."""
         before, self._floor_step = self._floor_step, floor_ms // self._step_ms
         if self._floor_step == before:
             return
