@@ -36,8 +36,10 @@ _SECRET_PARAMETER = re.compile(r"([?&](?:password|passwd|token|secret)=)[^&\s\"'
 
 def with_advice(error: object, advice: str) -> str:
     """The message of an error, with `advice` if it does not say what to do. A message says so behind a
-    semicolon."""
+    semicolon. The advice for a schema is always its documentation."""
     text = str(error)
+    if isinstance(error, SchemaError):
+        advice = "correct the schema as docs/schema.md describes"
     return text if "; " in text else f"{text}; {advice}"
 
 

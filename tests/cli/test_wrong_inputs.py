@@ -40,6 +40,7 @@ WRONG_INPUTS: list[tuple[str, ...]] = [  # words of the expected message, then t
     ("got a folder", "check", "--schema", "folder", "--log", "log.jsonl"),
     ("got an empty text", "check", "--schema", SHOP, "--log", ""),
     ("expected integer", "check", "--schema", "bad.toml", "--log", "log.jsonl"),
+    ("correct the schema", "check", "--schema", "bad.toml", "--log", "log.jsonl"),
     ("expected TOML", "check", "--schema", "broken.toml", "--log", "log.jsonl"),
     ("at least one usable", "check", "--schema", SHOP, "--log", "empty.jsonl"),
     ("--impressions", "check", "--schema", SHOP),
