@@ -277,7 +277,7 @@ def test_nothing_is_lost_and_memory_is_flat_under_random_faults(
     overrides["worker"]["dedupe_horizon_ms"] = 600_000
     overrides["auditor"] = {"horizon_ms": 600_000}
     # Flink's heaps have a fixed size. Touched at the start, they do not grow into it during the run.
-    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-XX:+AlwaysPreTouch")
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:+AlwaysPreTouch")
     with contextlib.ExitStack() as stopping:
         store = stopping.enter_context(object_store(monkeypatch)) if BUCKET else None
         if store is not None:
