@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError
 from roostream.models.build import build_model, model_config_from_dict
 from roostream.models.inputs import Inputs, changed_inputs
 from roostream.runtime import manifest as manifests
@@ -79,11 +79,12 @@ def load_shadow_model(
 
 
 def _committed(store: CheckpointStore, version: str) -> bytes:
+    """The dense part of a version; damaged manifests are left out. Raises as `load_shadow_model`."""
     versions = []
     for name in store.list("manifests"):
         try:
             manifest = manifests.load(store, name).manifest
-        except (CheckpointError, UnavailableError):
+        except CheckpointError:
             continue
         if manifest.version == version:
             return manifests.read_file(store, manifest.dense)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.models.build import build_model
 from roostream.runtime import tensor_file
 from tests.trainer import samples
@@ -76,6 +76,22 @@ def test_an_unknown_version_or_another_schema_is_rejected() -> None:
         load_shadow_model(MemoryStore(), "9-9", samples.schema(), "cpu", 1)
     with pytest.raises(ConfigError, match="expected a shadow of schema"):
         load_shadow_model(store_with_model("0" * 16), "1-3", samples.schema(), "cpu", 1)
+
+
+class UnreadableManifests(MemoryStore):
+    """A store that lists its manifests but cannot read them now."""
+
+    def get(self, name: str) -> bytes:
+        if name.startswith("manifests/"):
+            raise UnavailableError(f"{name} cannot be read now")
+        return super().get(name)
+
+
+def test_a_version_is_not_called_unknown_while_manifests_cannot_be_read() -> None:
+    store = UnreadableManifests()
+    store.create("manifests/00000001", b"{}")
+    with pytest.raises(UnavailableError, match="manifests/00000001"):
+        load_shadow_model(store, "9-9", samples.schema(), "cpu", 1)
 
 
 def test_a_rollback_restores_windows_and_slices() -> None:
