@@ -269,24 +269,22 @@ def diff_command(before: Path, after: Path) -> None:
     """
     old, new = (_read(file) for file in (before, after))
     names = sorted({*old["tables"], *new["tables"]})
-    rows = [(n, f"{old['tables'].get(n, 'not in it')} → {new['tables'].get(n, 'not in it')}") for n in names]
-    changed = [(n, text) for n, text in rows if old["tables"].get(n) != new["tables"].get(n)]
+    changes = [(n, _change(old["tables"].get(n, []), new["tables"].get(n, []))) for n in names]
+    changed = [(name, text) for name, text in changes if text]
     imbalance = f"{old['bytes_imbalance']:.2f} → {new['bytes_imbalance']:.2f}"
     print_rows([*(changed or [("tables", "the same")]), ("imbalance (bytes)", imbalance)], "What changes")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The imbalance of a plan, and its shards by table as text."""
+    """The imbalance of a plan, and its shards by table."""
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
         pieces: dict[str, list[Any]] = {}
         for piece in plan["pieces"]:
-            pieces.setdefault(piece["table"], []).append((piece["kind"], piece["owner"], piece["number"]))
+            entry = (piece["kind"], piece["owner"], piece["number"])
+            pieces.setdefault(str(piece["table"]), []).append(entry)
         imbalance = float(plan["bytes_imbalance"])
-        return {
-            "bytes_imbalance": imbalance,
-            "tables": {str(name): _cut(entry) for name, entry in pieces.items()},
-        }
+        return {"bytes_imbalance": imbalance, "tables": pieces}
     except OSError as error:
         raise ConfigError(
             f"{file}: expected a plan, got {error.strerror}; create one with `placement plan --json`"
@@ -297,7 +295,20 @@ def _read(file: Path) -> dict[str, Any]:
         ) from None
 
 
+def _change(old: list[tuple[str, int, int]], new: list[tuple[str, int, int]]) -> str:
+    """The change of a table as text; "" = none. Long lists of owners are cut, so they may look alike."""
+    if old == new:
+        return ""
+    before, after = _cut(old), _cut(new)
+    if before != after:
+        return f"{before} → {after}"
+    moved = sum(one != other for one, other in zip(old, new, strict=True))
+    return f"{before}: {moved} shards have other owners"
+
+
 def _cut(entry: list[tuple[str, int, int]]) -> str:
+    if not entry:
+        return "not in it"
     owners = ", ".join(str(owner) for _, owner, _ in entry[:8]) + (" …" if len(entry) > 8 else "")
     return f"complete on {owners}" if len(entry) == 1 else f"{len(entry)} {entry[0][0]} shards on {owners}"
 

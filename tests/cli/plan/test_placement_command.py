@@ -131,6 +131,16 @@ def test_two_plans_are_compared(store_arguments: list[str], tmp_path: Path) -> N
     assert "the same" in placement("diff", str(files[0]), str(files[0])).output
 
 
+def test_a_change_beyond_the_owners_that_are_printed_is_a_change(tmp_path: Path) -> None:
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for file, last_owner in zip(files, (9, 20), strict=True):
+        owners = [*range(9), last_owner]
+        pieces = [{"table": "item", "kind": "row", "owner": o, "number": n} for n, o in enumerate(owners)]
+        file.write_text(json.dumps({"bytes_imbalance": 1.0, "pieces": pieces}))
+    output = placement("diff", *map(str, files)).output
+    assert "1 shards have other owners" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
