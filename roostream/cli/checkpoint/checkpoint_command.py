@@ -218,6 +218,8 @@ def export_command(
         click.echo(f"{to}: {name} {list(values.shape)}")
     for table, rows in made.left_out.items():
         click.echo(f"{table}: {rows} rows skipped, because {ids} has no row number for their ids")
+    if make_ids is not None and make_ids.resolve() == Path(to).resolve():
+        raise SetupError(f"expected two files for --to and --make-ids, got {to} for both; name another file")
 
 
 @checkpoint.command("import")

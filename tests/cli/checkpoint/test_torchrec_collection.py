@@ -295,6 +295,10 @@ def test_an_export_writes_both_of_its_files_or_none(folder: Path) -> None:
         run_export(folder, "--make-ids", ids)
     assert ids.read_text() == "of the user"
     ids.unlink()
+    out = folder / "same.safetensors"
+    with pytest.raises(SetupError, match="expected two files for --to and --make-ids"):
+        run_command("export", "--home", folder / "home", "--to", out, "--make-ids", out)
+    assert not out.exists()
     run_export(folder, "--make-ids", ids)
     assert ids.exists()
 
