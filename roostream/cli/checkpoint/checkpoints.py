@@ -567,11 +567,16 @@ def without_offsets(manifest: Manifest) -> Manifest:
 
 
 def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
-    """Open and verify an export. Raises CheckpointError: it is incomplete or damaged."""
+    """Open and verify an export.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged.
+        SetupError: another process has its segments open.
+    """
     try:
         about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
         version, number = about["format"], int(about["seq"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
             f"expected an export in {folder}, but its export.json cannot be read ({why}); create one with "
@@ -587,4 +592,13 @@ def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
             raise CheckpointError(
                 f"{folder}: {outcome.part} is damaged ({outcome.text}); copy the export again"
             )
-    return store, manifests.load(store, manifests.manifest_name(number)).manifest
+    try:
+        manifest = manifests.load(store, manifests.manifest_name(number)).manifest
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}; copy the export again") from None
+    for index in manifest.shards:  # segments that cannot be opened are not damaged for `verify`
+        if not (folder / f"shard-{index}" / "segments").is_dir():
+            raise CheckpointError(f"{folder}: shard-{index}/segments is missing; copy the export again")
+        with shard_segments(manifest, schema_of(store, manifest), index, folder):
+            pass
+    return store, manifest

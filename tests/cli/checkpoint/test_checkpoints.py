@@ -467,7 +467,19 @@ def test_an_import_needs_an_empty_home_and_is_all_or_nothing(home: OneShardHome,
     (export / "export.json").write_text(json.dumps(about | {"format": 9}))
     with pytest.raises(CheckpointError, match="expected an export of format 1, got 9"):
         run_command("import", "--from", export, "--home", tmp_path / "third")
+    (export / "export.json").write_text('{"format": 1, "seq": 1e999}')
+    with pytest.raises(CheckpointError, match=r"its export\.json cannot be read"):
+        run_command("import", "--from", export, "--home", tmp_path / "third")
     (export / "export.json").write_text(json.dumps(about))
+    segments = export / "shard-0" / "segments"
+    blobs = RocksDbStore(segments).open()
+    with pytest.raises(SetupError, match="cannot be opened"):
+        run_command("import", "--from", export, "--home", tmp_path / "third")
+    blobs.close()
+    segments.rename(export / "moved")
+    with pytest.raises(CheckpointError, match="shard-0/segments is missing; copy the export again"):
+        run_command("import", "--from", export, "--home", tmp_path / "third")
+    (export / "moved").rename(segments)
     FileStore(export / "store").put("dense/00000002-1.safetensors", b"x")
     with pytest.raises(CheckpointError, match=r"dense/00000002-1\.safetensors is damaged"):
         run_command("import", "--from", export, "--home", tmp_path / "third")
