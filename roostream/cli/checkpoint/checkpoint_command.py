@@ -38,11 +38,17 @@ def checkpoint() -> None:
 
 place_options = with_options(
     home_option,
-    click.option("--store", default="", metavar="URL", help="checkpoint store; default: that of the home"),
+    click.option(
+        "--store",
+        type=Location(),
+        default=None,
+        metavar="URL",
+        help="checkpoint store; default: that of the home",
+    ),
 )
 
 
-def opened_store(home: Path, store: str) -> CheckpointStore:
+def opened_store(home: Path, store: str | None) -> CheckpointStore:
     """Open the given store, or that of the home.
 
     Raises:
@@ -109,7 +115,7 @@ def _number(store: CheckpointStore, seq: int | None) -> int:
 @checkpoint.command("list")
 @place_options
 @json_option
-def list_command(home: Path, store: str, as_json: bool) -> None:
+def list_command(home: Path, store: str | None, as_json: bool) -> None:
     """List the commits in the store, newest first.
 
     \b
@@ -127,7 +133,7 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
 @place_options
 @click.option("--seq", type=int, help="number of a commit; default: all")
 @json_option
-def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> None:
+def verify_command(home: Path, store: str | None, seq: int | None, as_json: bool) -> None:
     """Read all parts of a commit. Exit code 1: a part is damaged. Only segments of stopped shards can be
     read.
 
@@ -169,6 +175,7 @@ ids_option = click.option(
 @click.option("--seq", type=int, help="number of a commit; default: the newest")
 @click.option(
     "--to",
+    type=Location(),
     required=True,
     metavar="PLACE",
     help="directory to create, an empty store such as s3://bucket/prefix, or FILE.safetensors for the rows "
@@ -181,7 +188,7 @@ ids_option = click.option(
     help="number the rows of tables that are not in --ids by ascending id, and write all ids to this file",
 )
 def export_command(
-    home: Path, store: str, seq: int | None, to: str, ids: Path | None, make_ids: Path | None
+    home: Path, store: str | None, seq: int | None, to: str, ids: Path | None, make_ids: Path | None
 ) -> None:
     """Copy a commit into a directory from which another home can start, with its rows as safetensors, or into
     an empty store. The stack may run if the store has copies of its rows, else it must be stopped.
@@ -211,6 +218,8 @@ def export_command(
         return
     from roostream.cli.checkpoint.torchrec_collection import collection_of, read_ids, write_tensors
 
+    if make_ids is not None and make_ids.resolve() == Path(to).resolve():
+        raise SetupError(f"expected two files for --to and --make-ids, got {to} for both; name another file")
     with progress_bar("collecting rows"):
         made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
         write_tensors({Path(to): made.tensors, **({make_ids: made.ids} if make_ids else {})})
@@ -218,8 +227,6 @@ def export_command(
         click.echo(f"{to}: {name} {list(values.shape)}")
     for table, rows in made.left_out.items():
         click.echo(f"{table}: {rows} rows skipped, because {ids} has no row number for their ids")
-    if make_ids is not None and make_ids.resolve() == Path(to).resolve():
-        raise SetupError(f"expected two files for --to and --make-ids, got {to} for both; name another file")
 
 
 @checkpoint.command("import")
@@ -227,6 +234,7 @@ def export_command(
 @click.option(
     "--from",
     "source",
+    type=Location(),
     metavar="PLACE",
     required=True,
     help="directory or store written by `checkpoint export`, the store of another deployment that has copies "
@@ -240,7 +248,7 @@ def export_command(
 @click.option("--shards", type=click.IntRange(1), help="with a collection: number of shards; default: 2")
 def import_command(
     home: Path,
-    store: str,
+    store: str | None,
     source: str,
     ids: Path | None,
     schema: Path | None,
@@ -280,7 +288,7 @@ def import_command(
                 opened,
                 place.root,
                 deployment,
-                with_copies=is_object_store(store),
+                with_copies=store is not None and is_object_store(store),
             )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
@@ -293,7 +301,7 @@ def import_command(
     _only_of_collections(
         {"--ids": ids, "--schema": schema, "--model": model, "--shards": shards}, "--from FILE.safetensors"
     )
-    to_home = None if is_object_store(store) else place.root
+    to_home = None if store and is_object_store(store) else place.root
     with progress_bar("parts") as update:
         if "://" in source:
             manifest = import_store(open_checkpoint_store(source), opened, to_home, update)
@@ -321,7 +329,7 @@ def _only_of_collections(given: dict[str, object], instead: str) -> None:
     help="continue above incarnation N, which a shard names when the store has lost its newest commits",
 )
 @click.option("--yes", is_flag=True, help="do not ask for confirmation")
-def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bool) -> None:
+def rollback_command(home: Path, store: str | None, seq: int, incarnation: int, yes: bool) -> None:
     """Make commit SEQ of a stopped stack the newest. The next start resumes there and trains later data
     again.
 

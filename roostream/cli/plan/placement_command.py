@@ -425,7 +425,9 @@ _SHOWN = 12
     "--max-moved", type=FiniteRange(0, 1), default=0.0, help="maximum share of the buckets that may move"
 )
 @click.option("--json", "as_json", is_flag=True, help="print only the map as JSON, which `apply` reads")
-def map_command(home: Path, store: str, num_shards: int | None, max_moved: float, as_json: bool) -> None:
+def map_command(
+    home: Path, store: str | None, num_shards: int | None, max_moved: float, as_json: bool
+) -> None:
     """Show the bucket map of the newest commit, or compute one that is balanced by bytes or has another
     number of shards.
 
@@ -450,7 +452,7 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
 @click.argument("map_file", metavar="MAP", type=_PATH)
 @place_options
 @click.option("--dry-run", is_flag=True, help="show the moves without making them")
-def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None:
+def apply_command(map_file: Path, home: Path, store: str | None, dry_run: bool) -> None:
     """Move buckets between the shards of a stopped stack, by a commit. MAP is an output of `placement map
     --json`.
 

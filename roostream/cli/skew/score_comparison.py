@@ -59,7 +59,7 @@ _MAX_SHOWN = 10
     help="number of newest lists to score again",
 )
 @json_option
-def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as_json: bool) -> None:
+def skew_command(files: tuple[Path, ...], home: Path, store: str | None, lists: int, as_json: bool) -> None:
     """Score logged lists again with the training code and the version that served them, and compare the
     scores.
 
