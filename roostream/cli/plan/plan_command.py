@@ -38,11 +38,14 @@ def plan_command(as_json: bool, **values: Any) -> None:
     try:
         needs = plan(load, measured.read())
         cost = cost_of(load, needs, prices)
+        if not math.isfinite(cost.month):
+            raise OverflowError
         caveats = caveats_of(load, needs)
         text = "\n".join([*lines(load, needs), "", *cost_lines(cost), *caveats])
-    except OverflowError:
+    except ArithmeticError:
         raise ConfigError(
-            "expected a load that can be computed with, got more; give smaller numbers"
+            "expected a load and prices that can be computed with, got extreme numbers; give smaller "
+            "numbers, but not nearly 0"
         ) from None
     if as_json:
         print_json(

@@ -287,8 +287,14 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
 def partitions_needed(load: Load, costs: Costs) -> float:
     """Partitions of each topic, in proportion to the load: at least two per task manager, and enough that a
     day of one partition fits in the compactor's memory, which is the share `busy` of a machine's."""
-    key_bytes = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES
-    return max(2 * _managers(costs), key_bytes / (load.machine_gb * _GB * load.busy - _SEAL_BYTES))
+    key_bytes, room = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES, _seal_room_bytes(load)
+    return max(2 * _managers(costs), key_bytes / room if room else 0.0)
+
+
+def _seal_room_bytes(load: Load) -> float:
+    """Memory of a compactor for the keys of a day; 0 = a machine has too little for any number of
+    partitions."""
+    return max(load.machine_gb * _GB * load.busy - _SEAL_BYTES, 0.0)
 
 
 def partitions_for(load: Load, costs: Costs) -> int:
@@ -533,7 +539,7 @@ def _by_partition(what: str, figure: str, load: Load, costs: Costs) -> Need:
 def _warehouse(load: Load, costs: Costs) -> list[Need]:
     partitions = min(partitions_for(load, costs), MAX_PARTITIONS)
     keys = load.requests_per_s * 86_400 * _SEAL_KEY_BYTES / partitions
-    room = load.machine_gb * _GB * load.busy - _SEAL_BYTES
+    room = _seal_room_bytes(load)
     return [
         _by_partition("archivers", _ARCHIVE_TIME, load, costs),
         _by_partition("compactors", _COMPACT_TIME, load, costs),

@@ -302,6 +302,12 @@ def test_json_and_text_plans_agree() -> None:
     )
 
 
+def test_a_machine_that_is_too_small_for_a_compactor_limits_the_load_to_nothing() -> None:
+    needs = needs_of(requests_per_s=100, machine_gb=1)
+    assert needs["a compactor's memory"].ends_at == 0
+    assert all(need.ends_at >= 0 for need in needs.values())
+
+
 def test_every_figure_names_its_source() -> None:
     for need in plan(Load(requests_per_s=1000), FIGURES):
         assert need.why
