@@ -14,6 +14,7 @@ from roostream.replay.datasets import DatasetOptions, Skipped
 from roostream.replay.log_profile import LogProfile
 from roostream.replay.replay_log import ReplayLog
 from roostream.schema.schema import Schema
+from roostream.schema.settings import setting_error
 
 DATASET = "warehouse"
 HELP = "Train the samples of a warehouse in this process, in the order of their close, and report metrics."
@@ -59,6 +60,13 @@ class WarehouseOptions(DatasetOptions):
             "order of close"
         },
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from roostream.warehouse.sessions.session import is_day
+
+        if self.stored_order_until and not is_day(self.stored_order_until):
+            raise setting_error("stored_order_until", "a day such as 2024-05-01", self.stored_order_until)
 
 
 def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:

@@ -16,6 +16,7 @@ from roostream.cli.data.log_archive import archive_log
 from roostream.cli.main import cli
 from roostream.cli.replay.replay_run import run
 from roostream.cli.replay.warehouse_samples import DATASET, WarehouseOptions
+from roostream.errors import ConfigError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.detect_dataset import input_paths
 from roostream.runtime.clock import FakeClock
@@ -133,6 +134,12 @@ def test_samples_of_an_earlier_schema_are_replayed(folder: Path) -> None:
 def test_days_without_samples_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(config_of(folder, "2024-01-01")) == 2
     assert "expected samples of 2024-01-01, got none" in capfd.readouterr().err
+
+
+def test_a_day_that_is_none_is_rejected_instead_of_changing_the_order() -> None:
+    for text in ("2023-5-19", "tomorrow"):
+        with pytest.raises(ConfigError, match="expected a day such as 2024-05-01"):
+            WarehouseOptions(warehouse="w", stored_order_until=text)
 
 
 def test_the_command_has_only_options_about_samples() -> None:
