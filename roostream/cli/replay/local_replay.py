@@ -52,7 +52,7 @@ from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.cli.replay.streaming_windows import SampleWindows, StreamingEvaluation, Window
 from roostream.cli.skew.scored_lists import sample_of
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.models.build import load_model_config
 from roostream.replay.config import ReplayConfig
 from roostream.runtime.checkpoint_store import FileStore
@@ -99,10 +99,14 @@ def replay_in_process(
     registry: Registry | None = None,
 ) -> Outcome:
     """Run a replay. `registry`: the schemas that wrote samples among `records`; None = `schema` alone.
-    Memory: the joiner's open window, the rows, and the ids for the audit."""
+    Memory: the joiner's open window, the rows, and the ids for the audit.
+
+    Raises:
+        UnavailableError: `stop` was set.
+    """
     writers = registry or {schema.fingerprint: schema}.get
     with tempfile.TemporaryDirectory(prefix="roostream-replay-") as store:
-        return _LocalReplay(config, schema, Path(store), writers).run(records, progress, stop)
+        return _LocalReplay(config, schema, Path(store), writers, stop).run(records, progress)
 
 
 class SampleQueue:
@@ -275,8 +279,10 @@ class _MetricsOnly:
 class _LocalReplay:
     """Connects the parts of a local replay, and is the `Outputs` of the first model's training loop."""
 
-    def __init__(self, config: ReplayConfig, schema: Schema, store: Path, registry: Registry) -> None:
-        self.schema = schema
+    def __init__(
+        self, config: ReplayConfig, schema: Schema, store: Path, registry: Registry, stop: Stop
+    ) -> None:
+        self.schema, self.stop = schema, stop
         self.measure_from_ms = config.measure_from_ms
         self.topics = LocalTopics(schema, config.measure_from_ms, registry)
         self.accounts = self.topics.accounts
@@ -305,10 +311,9 @@ class _LocalReplay:
             other = OtherModel(file=file, metrics=metrics, paired=paired, training=TrainingSummary())
             self.others.append((learner, other))
 
-    def run(self, records: Iterable[Record], progress: ReplayProgress, stop: Stop) -> Outcome:
+    def run(self, records: Iterable[Record], progress: ReplayProgress) -> Outcome:
         for record in records:
-            if stop.is_set():
-                break
+            self._check_stop()
             if wire.kind_of(record.value) == wire.SAMPLE:
                 sample = self.topics.write(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms)
                 self._put([sample], progress)
@@ -318,6 +323,7 @@ class _LocalReplay:
                     self.served.add(placed)
                 self._put(self.joiner.process(placed), progress)
             self._train(progress)
+        self._check_stop()  # the records of a stopped replay end early
         self._put(self.joiner.end_of_input(), progress)
         if self.windows:
             self._train_windows(self.windows.take_remaining(), progress)
@@ -336,6 +342,10 @@ class _LocalReplay:
             streaming=self.first.streaming_report(),
             others=tuple(other for _, other in self.others),
         )
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise UnavailableError("stopped before the end of the log; no report was written")
 
     def _learners(self) -> list[_Learner]:
         return [self.first, *(learner for learner, _ in self.others)]
@@ -359,6 +369,7 @@ class _LocalReplay:
 
     def _train_windows(self, windows: Iterable[Window], progress: ReplayProgress) -> None:
         for window in windows:
+            self._check_stop()
             for learner in self._learners():
                 learner.evaluate_and_train(window)
             self._show_progress(progress)

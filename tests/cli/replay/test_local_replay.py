@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import io
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
+from roostream.cli.replay.local_replay import replay_in_process
+from roostream.cli.replay.outcome import ReplayProgress
 from roostream.cli.replay.replay_run import run
-from roostream.errors import RoostreamError
+from roostream.errors import RoostreamError, UnavailableError
 from roostream.replay import ebnerd
 from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
+from roostream.replay.replay_log import open_log
+from roostream.runtime.program import Stop
+from roostream.schema.schema_file import load_schema
+from roostream.wire.records import Record
 
 FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "ebnerd_week1" / "fixture"
 START = datetime.datetime(2023, 5, 18, 7)
@@ -325,6 +335,25 @@ def test_corrections_complete_requests_that_close_early_and_no_event_is_lost(tmp
     assert labels[0] == labels[1] > early["metrics"]["overall"]["base_rate"], (
         "after all corrections, the labels are the same"
     )
+
+
+def test_a_stopped_replay_trains_nothing_more(news_folder: Path) -> None:
+    config = ReplayConfig(
+        dataset="ebnerd",
+        options=options_of(news_folder),
+        schema=str(news_folder / "schema.toml"),
+        engine="local",
+        window_ms=86_400_000 * 3,  # nothing closes before the end of the log
+    )
+    stop, progress = Stop(), ReplayProgress(Console(file=io.StringIO()), 0)
+    schema = load_schema(config.schema_path)
+
+    def records() -> Iterator[Record]:
+        yield from itertools.islice(open_log(config, schema).records, 100)
+        stop.set()
+
+    with pytest.raises(UnavailableError, match="stopped before the end of the log"):
+        replay_in_process(config, schema, records(), progress, stop)
 
 
 def test_scores_as_served_need_the_local_engine(tmp_path: Path) -> None:
