@@ -73,7 +73,11 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str | None, lists: 
       roostream inspect skew .roostream/serving/log/* --home .roostream
     """
     commits = CommitStates(opened_store(home, store), Home(home).root)
-    found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
+    if files:
+        logged = (each for file in files for each in of_file(file))
+        found = sorted(logged, key=lambda each: each.time_ms)[-lists:]
+    else:
+        found = _newest(home, lists)
     with progress_bar("scoring lists"):
         report = summary(compare_scores(commits, found))
     again = report["scored_again"]

@@ -4,6 +4,7 @@ again."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -211,6 +212,12 @@ def test_saved_batches_are_lists_too_and_other_files_are_reported(home: ScoringH
     home.close()
     code, report = run_command(home, tmp_path / "x.batch")
     assert code == 0 and report["verdicts"] == {"within": 1}
+    sample.header.time_ms -= SECOND
+    sample.header.model_version = ""
+    older = records[0]._replace(value=wire.encode(wire.SAMPLE, sample))
+    (tmp_path / "y.batch").write_bytes(encode(dataclasses.replace(saved, records=(older,))))
+    _, report = run_command(home, tmp_path / "x.batch", tmp_path / "y.batch", "--lists", "1")
+    assert report["verdicts"] == {"within": 1}, "the newest list is in the first file"
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="expected a segment of a feature log or a saved batch"):
             of_file(path)
