@@ -129,6 +129,11 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
         raise ConfigError(
             f"--token-file: expected a file with a token, got {str(admin.token_file)!r}: {reason_of(error)}"
         ) from None
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"--token-file: expected a token of printable ASCII characters in {str(admin.token_file)!r}, got "
+            "others; give the file that serving's admin_token_file names"
+        )
     url = f"http{'s' if admin.ca else ''}://{admin.address}/admin/v1/{path}"
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})
     context = admin.context()

@@ -149,6 +149,9 @@ def test_an_unreachable_process_and_a_missing_token_are_reported(token: Path, tm
         versions("127.0.0.1:1", tmp_path / "absent", "list")
     with pytest.raises(ConfigError, match="expected an address like"):
         versions("nowhere", token, "list")
+    token.write_text("tok€n")
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        versions("127.0.0.1:1", token, "list")
 
 
 def test_another_server_at_the_address_is_reported(token: Path) -> None:
