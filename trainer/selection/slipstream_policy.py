@@ -175,9 +175,10 @@ class SlipstreamPolicy:
             self._choose_threshold()
 
     def _has_missed(self, step: int) -> bool:
-        """Whether something is unknown that follows from steps before this one."""
-        no_hot, no_T = not self.hot, self.T is None
-        return (step > self.config.warm_up_steps and no_hot) or (step > self.config.last_snapshot and no_T)
+        """Whether something is unknown that follows from steps before this one, or hot rows are known too
+        early: `warm_up_steps` was raised, and accesses of the steps in between were not counted."""
+        no_T, is_warm_up = self.T is None, step <= self.config.warm_up_steps
+        return is_warm_up == bool(self.hot) or (step > self.config.last_snapshot and no_T)
 
     def _choose_threshold(self) -> None:
         slots, num, drop = self.inputs.slots, self.inputs.num_inputs, self.config.drop

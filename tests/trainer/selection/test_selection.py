@@ -317,6 +317,21 @@ def test_slipstream_turned_on_too_late_ends_and_everything_is_trained(steps: int
     assert list(built.loop.selection.state()) == ["slipstream.over"]
 
 
+@pytest.mark.parametrize("steps", [6, 12])
+def test_slipstream_whose_warm_up_became_longer_ends_and_everything_is_trained(steps: int) -> None:
+    before = build_with_slipstream()
+    for _ in range(steps):
+        before.loop.step()
+    longer = dataclasses.replace(SLIPSTREAM, warm_up_steps=20)
+    built = build(
+        repeated_users(240), selection=SelectionConfig(policy="slipstream", slipstream=longer), exact=True
+    )
+    built.loop.restore(before.loop.snapshot(), same_schema=True)
+    built.train_all()
+    assert outcome_counts(built).get("stale", 0) == 0
+    assert list(built.loop.selection.state()) == ["slipstream.over"]
+
+
 @pytest.mark.parametrize("missing", [4, 7, 10])
 def test_slipstream_goes_on_after_a_step_that_a_changed_schema_left_out(missing: int) -> None:
     policy = SlipstreamPolicy(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema())
