@@ -137,7 +137,7 @@ def digest_of_build(schema: Schema, config: ModelConfig) -> str:
     the order of a set, which differs between processes."""
     subject, digest = _CheckedModel(schema, config), hashlib.sha256()
     for name, value in subject.initial.state_dict().items():
-        digest.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + _bits(value).numpy().tobytes())
     for logits_nT in subject.together(subject.requests):
         digest.update(logits_nT.numpy().tobytes())
     return digest.hexdigest()
@@ -231,7 +231,8 @@ def _replaced_values(subject: _CheckedModel) -> Iterator[str]:
 
 def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
     model = subject.copy()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield from _changed_inputs(subject, model)
+    before = {name: value.clone() for name, value in _stored(model).items()}
     inputs = subject.inputs(subject.batch(subject.requests), train=True)
     with torch.no_grad():
         first, second = (model(inputs) for _ in range(2))
@@ -244,31 +245,75 @@ def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
     first, second = (subject.learn(model, subject.batch(subject.requests))[0] for _ in range(2))
     if not _same_bits(first, second):
         yield "expected the same loss from the same batch, got others; look for averages over calls"
-    for name, value in model.state_dict().items():
+    for name, value in _stored(model).items():
         if not _same_bits(before[name], value):
             yield f"expected {name} not to change between calls; replace layers with state, such as BatchNorm"
-    for name, value in _attributes(model).items():
-        if name not in had or not _is_alike(had[name], value):
+    for name, attribute in _attributes(model).items():
+        if name not in had or not _is_alike(had[name], attribute):
             yield (
                 f"expected attribute {name!r} not to change between calls; use a local variable, and compute "
                 "it again in loss if that needs it"
             )
 
 
-def _attributes(model: Model) -> dict[str, tuple[object, int]]:
-    """Attributes of all modules, each with the size of a collection."""
+def _changed_inputs(subject: _CheckedModel, model: Model) -> Iterator[str]:
+    """Sentences on inputs and targets that a call changes. They belong to the batch, whose items and labels
+    are published and counted after the call."""
+    batch = subject.batch(subject.requests)
+    inputs = subject.inputs(batch, train=True)
+    targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
+    given = {"inputs": inputs, "targets": targets}
+    had = {name: (array, _content(array)) for name, array in _arrays(given)}
+    model.loss(inputs, model(inputs), targets)
+    for name, array in _arrays(given):
+        if name not in had or not _is_alike(had[name], (array, _content(array))):
+            yield f"expected forward and loss to leave {name} as it is, got other values; change a copy"
+
+
+def _arrays(value: object, name: str = "") -> Iterator[tuple[str, Tensor | np.ndarray]]:
+    """All tensors and arrays in `Inputs` and `Targets`, each with its name, such as `inputs.item_B`."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield name, value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _arrays(getattr(value, field.name), f"{name}.{field.name}")
+    elif isinstance(value, Targets):
+        for key, each in value._asdict().items():
+            yield from _arrays(each, f"{name}.{key}")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _arrays(each, f"{name}[{key!r}]" if name else key)
+    elif isinstance(value, tuple):
+        for at, each in enumerate(value):
+            yield from _arrays(each, f"{name}[{at}]")
+
+
+def _stored(model: Model) -> dict[str, Tensor]:
+    """Parameters and buffers, also those that are not in the state dict."""
+    return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def _attributes(model: Model) -> dict[str, tuple[object, object]]:
+    """Attributes of all modules, each with what a change in place changes."""
     return {
-        f"{module_name}.{name}".removeprefix("own."): (
-            value,
-            len(value) if isinstance(value, Collection) else 0,
-        )
+        f"{module_name}.{name}".removeprefix("own."): (value, _content(value))
         for module_name, module in model.named_modules()
         for name, value in vars(module).items()
     }
 
 
-def _is_alike(before: tuple[object, int], after: tuple[object, int]) -> bool:
-    """Whether an attribute is the same object of the same size, or an equal number or text."""
+def _content(value: object) -> object:
+    """The bytes of an array or a tensor of the CPU, or the size of another collection."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, Tensor):
+        is_plain = value.layout == torch.strided and value.device.type == "cpu"
+        return _bits(value.detach()).numpy().tobytes() if is_plain else value.shape
+    return len(value) if isinstance(value, Collection) else 0
+
+
+def _is_alike(before: tuple[object, object], after: tuple[object, object]) -> bool:
+    """Whether an attribute is the same object of the same content, or an equal number or text."""
     same = before[0] is after[0] or (isinstance(after[0], int | float | str) and before[0] == after[0])
     return same and before[1] == after[1]
 
@@ -485,9 +530,11 @@ def _perturb(model: Model) -> Model:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )
+    return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

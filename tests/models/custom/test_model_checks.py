@@ -92,6 +92,11 @@ LISTS = """z_BT = torch.cat([self.blocks(z_nD[None])[0] if len(z_nD) else z_nD
             "return z_BT": "return z_BT.expand(-1, self.width)",
             "import torch\n": "import torch\nfrom roostream.models.feature_encoders import pool_features\n",
         },
+        # Single numbers as constant tensors and arrays.
+        {
+            "# more": "self.gain, self.shift = torch.tensor(2.0), torch.tensor(0.0).numpy()",
+            "return z_BT": "return z_BT * self.gain",
+        },
         # A model that names the columns of its weights.
         {
             "    def forward": "    def column_names(self):\n"
@@ -138,6 +143,7 @@ AVERAGE_IN_LOSS = """    average = torch.ones(())
         self.average.mul_(0.9).add_(0.1 * targets.label_BT.mean())
         return self.average *"""
 HOOK = "self.layer.register_forward_hook(lambda layer, x, z_BT: z_BT"
+COUNTER = "{}\n        self.layer.register_forward_hook(lambda *_: self.n.add_(1) and None)"
 POOLED = "__import__('roostream.models.feature_encoders').models.feature_encoders.pool_features(inputs)"
 ENTRIES = """
         history, rows_UD = inputs.sequences['history'], inputs.rows['d4-adagrad']
@@ -181,7 +187,14 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         ("return z_BT", "return z_BT / self.layer.bias.norm()", LOGITS),  # the initial bias is 0
         ("return z_BT", "return z_BT + torch.is_grad_enabled()", SERVED),
         ("x_BG = inputs", "inputs.nro_float_BG.mul_(2)\n        x_BG = inputs", STATE),
+        # The result is the same at each call, but the batch has other items and labels afterwards.
+        ("x_BG = inputs", "inputs.item_B.clamp_(max=3)\n        x_BG = inputs", STATE),
+        ("return (logits_BT", "targets.label_BT.clamp_(0.1, 0.9)\n        return (logits_BT", STATE),
+        ("return z_BT", "inputs.rows['d4-adagrad'] = torch.zeros(1)\n        return z_BT", STATE),
         ("return z_BT", "self.last_BT = z_BT\n        return z_BT", STATE),
+        # State that changes no result yet, in a buffer that is not stored and in a tensor.
+        ("# more", COUNTER.format("self.register_buffer('n', torch.zeros(1), persistent=False)"), STATE),
+        ("# more", COUNTER.format("self.n = torch.zeros(1)"), STATE),
         ("z_BT = self", "self.seen.append(len(x_BG))\n        z_BT = self", STATE),
         ("z_BT = self", "self.late = torch.nn.Linear(4, self.width)\n        z_BT = self", LOGITS),
         (
