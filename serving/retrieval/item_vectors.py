@@ -45,14 +45,11 @@ _OF_A_LIST = ("rank", "share")
 
 
 def encode_items(model: Retrieval, rows: RowReader, items: Batch) -> np.ndarray:
-    """Return float32 [N, D] of the batch's candidates. Raises ConfigError: a vector is not finite."""
+    """Return float32 [N, D] of the batch's candidates. Rows that are not finite give vectors that are not."""
     lookup = build_lookup(items)
     inputs = build_inputs(items, lookup, rows.gather(lookup))
     with torch.inference_mode():
         vector_ND = model.item_vectors(inputs).numpy()
-    if not np.isfinite(vector_ND).all():
-        at = int(np.flatnonzero(~np.isfinite(vector_ND).all(axis=1))[0])
-        raise ConfigError(f"expected finite vectors of items, got another of item {items.item_B[at]}")
     return np.ascontiguousarray(vector_ND, np.float32)
 
 
@@ -319,7 +316,8 @@ class ItemVectorUpdater:
     def _built(
         self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
     ) -> _Current | None:
-        """Return None if stopped. Rows are read first, so that no change during the build is missed."""
+        """Return None if stopped. Rows are read first, so that no change during the build is missed. An item
+        without a finite vector gets 0. Raises ConfigError: the model gives no finite vectors."""
         model = retrieval_model(version.model)
         if model is None:
             raise ConfigError(
@@ -337,12 +335,20 @@ class ItemVectorUpdater:
             parts.append(
                 self._vectors(model, catalogue, np.arange(begin, min(begin + AT_ONCE, len(catalogue))), stop)
             )
-        nearest = NearestItems(np.concatenate(parts), self._propose)
+        vector_ID = np.concatenate(parts)
+        wrong_M = np.flatnonzero(~np.isfinite(vector_ID).all(axis=1))
+        if len(wrong_M):
+            message = _not_finite(catalogue, wrong_M)
+            if len(wrong_M) == len(catalogue):
+                raise ConfigError(message)
+            log.warning("items: %s; their vectors are 0, which no request is near to", message)
+            vector_ID[wrong_M] = 0
+        nearest = NearestItems(vector_ID, self._propose)
         index = RetrievalIndex(version=version, model=model, catalogue=catalogue, nearest=nearest)
         return _Current(index=index, changed=changed, due=RefreshQueue(len(catalogue)), with_rows=with_rows)
 
     def _refresh(self, current: _Current, stop: threading.Event | None) -> None:
-        """Step 4."""
+        """Step 4. An item whose new vector is not finite keeps its own."""
         now_s = self.clock.monotonic_s()
         if now_s >= self._scan_at_s:
             self._scan_at_s = now_s + SCAN_INTERVAL_S
@@ -351,13 +357,13 @@ class ItemVectorUpdater:
                 current.due.mark(current.changed.changed_items(self.rows, chunk), now_s)
         left = math.ceil(self.settings.max_items_refreshed_per_s * TURN_S)
         while left > 0 and len(slot_N := current.due.take(min(left, AT_ONCE))):
-            try:
-                vector_ND = self._vectors(current.index.model, current.index.catalogue, slot_N, stop)
-            except ConfigError as error:
-                self._refuse(str(error))  # the current vectors stay
-            else:
-                current.index.nearest.replace(slot_N, vector_ND)
-                self.num_refreshed += len(slot_N)
+            index = current.index
+            vector_ND = self._vectors(index.model, index.catalogue, slot_N, stop)
+            is_finite_N = np.isfinite(vector_ND).all(axis=1)
+            if not is_finite_N.all():
+                self._refuse(_not_finite(index.catalogue, slot_N[~is_finite_N]))
+            index.nearest.replace(slot_N[is_finite_N], vector_ND[is_finite_N])
+            self.num_refreshed += int(is_finite_N.sum())
             left -= len(slot_N)
 
     def _vectors(
@@ -370,6 +376,12 @@ class ItemVectorUpdater:
         self.num_refused += 1
         log.warning("items: %s%s", message, "; the current vectors stay in use" if self._current else "")
         self.retriever.unavailable_reason = message
+
+
+def _not_finite(catalogue: Catalogue, slot_M: np.ndarray) -> str:
+    """Message that the vectors of these items are not finite."""
+    first = catalogue.client_id_I[int(slot_M[0])]
+    return f"expected finite vectors of items, got {len(slot_M)} others, the first of item {first}"
 
 
 def index_builder(settings: RetrievalSettings) -> Propose | None:

@@ -58,14 +58,6 @@ def test_an_item_vector_equals_that_of_training() -> None:
         assert (np.argsort(products_BT[:, t]) == np.argsort(logits_BT[:, t])).all()
 
 
-def test_a_vector_with_non_finite_values_is_refused_with_its_item() -> None:
-    model = towers()
-    with torch.no_grad():
-        model.item.out.bias.fill_(float("nan"))
-    with pytest.raises(ConfigError, match="expected finite vectors of items, got another of item"):
-        encode_items(model, FakeRows(SCHEMA), make_catalogue().items)
-
-
 @pytest.mark.parametrize(
     ("floats", "transforms", "message"),
     [

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from roostream.models.two_tower.models import retrieval_model
 from roostream.wire.lookup import Lookup
 from serving.retrieval.item_vectors import encode_items
 from serving.retrieval.retriever import RetrievalIndex
@@ -95,6 +97,47 @@ def test_version_and_vectors_change_together(retrieval: RetrievalServing, rows: 
     retrieval.turn()
     observe()
     assert seen == {("1-2", True), ("1-3", False)}
+
+
+def test_an_item_without_a_finite_vector_costs_no_other_item_its_own(
+    retrieval: RetrievalServing, rows: ChangeableRows
+) -> None:
+    rows.changed = {7: float("nan")}  # also a topic of other items
+    retrieval.turn()
+    index = index_of(retrieval)
+    expected_ID = encode_items(index.model, rows, index.catalogue.items)
+    is_finite_I = np.isfinite(expected_ID).all(axis=1)
+    assert not is_finite_I[index.catalogue.client_id_I.index(7)] and is_finite_I.any()
+    expected_ID[~is_finite_I] = 0
+    np.testing.assert_allclose(index.nearest.vectors(), expected_ID, atol=1e-6)
+
+
+def test_an_item_whose_new_vector_is_not_finite_keeps_its_own(
+    retrieval: RetrievalServing, rows: ChangeableRows
+) -> None:
+    retrieval.turn()
+    index = index_of(retrieval)
+    before_ID = index.nearest.vectors()
+    rows.changed = {7: float("nan"), 8: -0.9}
+    retrieval.turn(after_s=1.0)
+    expected_ID = encode_items(index.model, rows, index.catalogue.items)
+    is_finite_I = np.isfinite(expected_ID).all(axis=1)
+    assert (expected_ID != before_ID)[is_finite_I].any()
+    expected_ID[~is_finite_I] = before_ID[~is_finite_I]
+    np.testing.assert_allclose(index.nearest.vectors(), expected_ID, atol=1e-6)
+
+
+def test_a_version_without_any_finite_vector_is_refused(retrieval: RetrievalServing) -> None:
+    retrieval.turn()
+    before = index_of(retrieval)
+    damaged = make_version("1-3", seed=7)
+    model = retrieval_model(damaged.model)
+    assert model is not None
+    with torch.no_grad():
+        model.item.out.bias.fill_(float("nan"))
+    retrieval.serve(damaged)
+    retrieval.turn()
+    assert index_of(retrieval) is before and retrieval.updater.num_refused == 1
 
 
 def test_items_with_changed_rows_get_new_vectors(retrieval: RetrievalServing, rows: ChangeableRows) -> None:
