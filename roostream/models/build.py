@@ -149,7 +149,7 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
         )
     with user_errors_as_config_errors(code, "Config"):
         config = load(code.config, TomlFile({**raw, "kind": code.kind, "code": code.digest}, file.location))
-        json.dumps(dataclasses.asdict(config))  # as manifests store it
+        json.dumps(dataclasses.asdict(config), allow_nan=False)  # as manifests store it, and NaN != NaN
     return config
 
 

@@ -223,6 +223,7 @@ def test_an_invalid_module_is_rejected_in_one_sentence(
             r"failed in Config: .*shop.py:11: ValueError: rows",
         ),
         ("path: object = torch.float32", "failed in Config: TypeError: Object of type dtype is not JSON"),
+        ("limit: float = float('nan')", "failed in Config: ValueError: Out of range float values"),
         ("path: 'Absent' = 3", "failed in Config: NameError: name 'Absent' is not defined"),
     ],
 )
