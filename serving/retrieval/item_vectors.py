@@ -341,7 +341,7 @@ class ItemVectorUpdater:
             message = _not_finite(catalogue, wrong_M)
             if len(wrong_M) == len(catalogue):
                 raise ConfigError(message)
-            log.warning("items: %s; their vectors are 0, which no request is near to", message)
+            log.warning("items: %s; their vectors are 0", message)
             vector_ID[wrong_M] = 0
         nearest = NearestItems(vector_ID, self._propose)
         index = RetrievalIndex(version=version, model=model, catalogue=catalogue, nearest=nearest)
