@@ -592,7 +592,9 @@ def _names(path: str, line: str, delimiter: str) -> list[str]:
         raise ConfigError(f"{path}: expected a first line with the names of the columns, got an empty line")
     if len(names) < 2:
         raise ConfigError(
-            f"{path}: expected names separated by a comma, a semicolon, a tab or |, got {line[:64]!r}"
+            f"{path}: expected names separated by a comma, a semicolon, a tab or |, got {line[:64]!r}; "
+            "convert another separator, such as with `sed 's/::/\\t/g'`, and write a line of names above the "
+            "rows if there is none"
         )
     number = re.compile(_KINDS["number"][0])
     if values := [name for name in names if number.match(name)]:

@@ -247,6 +247,7 @@ def test_lines_are_counted_also_with_line_breaks_in_cells_and_empty_lines(tmp_pa
         ("a.tsv", b"1\tU8\t11/11/2019 9:05:58 AM\tN5 N4\tN6-1 N3-0\n",
          r"such as 'impression_id\\tuser_id\\ttime\\thistory\\timpressions'"),
         ("a.csv", b"user\nann\n", "separated"),
+        ("a.csv", b"5::7::3::978300760\n", "such as with `sed.*line of names"),
         ("a.csv", b"user,user\n1,2\n", "'user'"),
         ("a.csv", "user,city\nann,M\xfcnchen\n".encode("latin-1"), "UTF-8"),
         ("a.csv", "user,st\xe4dte\nann,1\n".encode("latin-1"), "UTF-8"),
