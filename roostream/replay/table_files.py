@@ -81,6 +81,7 @@ LISTS = (
     "documents",
     "ads",
 )
+_ID_NAME = re.compile(r".*id|item|article|product|video|movie|sku|asin", re.IGNORECASE)
 _BLOCK_BYTES = 4 << 20
 _ROWS = 8192
 _OBJECT_ROWS = 512  # rows with lists of objects that are read together
@@ -773,15 +774,23 @@ class _RowLines:
 
 
 def _list_of_rows(path: str) -> str:
-    """The key of the lists of objects in the first 1,000 lines; "" = they have none, and a line is one row.
+    """The key of the lists of shown items in the first 1,000 lines; "" = none, and a line is one row.
+
+    A list of objects with a name beyond `LISTS` must be in every line, or its objects must have an id: a
+    review has pictures in some lines.
 
     Raises:
         ConfigError: several keys have such lists.
     """
-    found = Counter[str]()
+    found, with_ids, num_lines = Counter[str](), set[str](), 0
     for _, line in itertools.islice(_json_lines(path, lambda where, error: None), 1000):
-        found.update(key for key, value in line.items() if _is_rows(value))
-    return _shown_items(path, list(found))
+        num_lines += 1
+        for key, value in line.items():
+            if _is_rows(value):
+                found[key] += 1
+                with_ids |= {key} if any(_ID_NAME.fullmatch(name) for name in value[0]) else set()
+    lists = [key for key in found if key in (*LISTS, *with_ids) or found[key] == num_lines]
+    return _shown_items(path, lists)
 
 
 def _shown_items(path: str, lists: Sequence[str]) -> str:
