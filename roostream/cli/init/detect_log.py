@@ -41,8 +41,8 @@ _MIN_SHARE_OF_ROWS = 0.95  # with lists of equal lengths; the import refuses the
 _MIN_UNIQUE = 100  # values that may be all different by chance
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
-    "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id viewer_id "
-    "viewer reader_id reader shopper_id subscriber_id",
+    "user": "user_id user userid uid visitor_id visitor visitorid customer_id customer member_id account_id "
+    "viewer_id viewer reader_id reader reviewer_id shopper_id subscriber_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
     "content_id document_id doc_id listing_id ad_id track_id song_id",
     "request": "request_id request req_id impression_id impression list_id search_id query_id page_view "
@@ -399,8 +399,8 @@ def _flat(
     times = [n for n in free if columns[n].time_unit() == "text"]
     numbering = [n for n in free if _is_numbering(columns[n])]
     free = [n for n in free if n not in (*times, *numbering)]
-    event, shown = _event(columns, free)
     owner = roles["user"] or roles["session"]
+    event, shown = _event(path, columns, free, owner)
     request = [roles["request"]] if roles["request"] else [c for c in (owner, roles["time"]) if c]
     identity = [*request, *filter(None, (roles["user"], roles["session"]))]  # as `import table` has it
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
@@ -565,12 +565,23 @@ def _places(rows: Sequence[dict[str, Any]], request: Sequence[str], names: Seque
     return found[0] if len(found) == 1 else ""
 
 
-def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, list[str]]:
-    """The column that says what a row is, and its values that mean a shown item; ("", []) = there is none."""
+def _event(
+    path: str, columns: dict[str, ColumnValues], free: Sequence[str], owner: str
+) -> tuple[str, list[str]]:
+    """The column that says what a row is, and its values that mean a shown item; ("", []) = there is none.
+
+    Raises:
+        ConfigError: there is one, but no `owner`, the column of the user or session.
+    """
     for name in free:
         values = {value for value in columns[name].distinct if isinstance(value, str)}
         shown = [value for value in sorted(values) if _snake(value) in _SHOWN]
         if _EVENT.fullmatch(_snake(name)) and shown and len(shown) < len(values) <= 50:
+            if not owner:
+                raise ConfigError(
+                    f"{path}: column {name!r} has rows of actions beside those of shown items, but no column "
+                    f"is recognized as the user; name it with --user COLUMN (columns: {', '.join(columns)})"
+                )
             return name, shown
     return "", []
 
