@@ -66,7 +66,7 @@ _ITEM_LIST = re.compile(
     r"(_(list|shown|displayed|in_?view))?|slate|(candidate|shown|impression)_ids"
 )
 _PAST = re.compile(r"(.*_)?(history|recent|previous|prior|past|last)(_.*)?")  # no list of shown items
-_RATING = re.compile(r"(user_)?(rating|stars|score|grade)")
+_RATING = re.compile(r"(user_)?(rating|stars|score|grade)|overall(_rating)?")
 _EVENT = re.compile(r"(event|action|interaction|behaviou?r|activity|feedback)(_?(type|name|kind))?|type|kind")
 _SHOWN = (
     "impression",
@@ -496,11 +496,19 @@ def _count_actions(
     main = _action_name(choices.click) if choices.click in lists.chosen else _snake(choices.click)
     click = _click(counts, main, absent, f"{path} has several such columns")
     sentences = []
-    for a in actions.values():
+    for name, a in actions.items():
         how = f"is {a['least']:g} or more where a user liked it" if "least" in a else ""
-        how = how or ("has the items with this action" if "items" in a else "is true where a user did it")
+        how = how or ("has the items with this action" if "items" in a else "")
+        how = how or f"is {_true_where(rows, a['column'])} where a user did it"
+        if counts[name] == len(rows):
+            how += ", which is so in every row; for a rating, set `least` in the map to what counts as liked"
         sentences.append(f"column {_column(a)!r} {how}")
     return counts, click, sentences
+
+
+def _true_where(rows: Sequence[dict[str, Any]], column: str) -> str:
+    """What the cells of an action's column are where the action happened."""
+    return "true" if all(row.get(column) in (None, 0, 1) for row in rows) else "above 0"
 
 
 def _check_roles(path: str, roles: dict[str, str], columns: dict[str, ColumnValues]) -> None:

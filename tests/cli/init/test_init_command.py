@@ -287,6 +287,37 @@ def test_columns_with_values_only_after_a_click_are_no_features() -> None:
     assert "'seconds' has values only where a user acted" in output
 
 
+def test_rows_of_actions_without_a_known_user_name_the_flag_for_the_user() -> None:
+    events = {"event": ["view", "view", "purchase", "view"], "article": ["a", "b", "b", "c"]}
+    rows = {**make_flat_table(), **events}
+    del rows["clicked"]
+    rows["besucher"] = rows.pop("visitor")
+    pq.write_table(pa.table(rows), "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows.parquet.*--user COLUMN.*besucher"):
+        run("shop", "--from", "rows.parquet")
+    rows["visitorid"] = rows.pop("besucher")  # as in the events of RetailRocket
+    pq.write_table(pa.table(rows), "rows.parquet")
+    assert "'visitorid' is the user" in run("shop", "--from", "rows.parquet").output
+
+
+def test_a_column_that_is_above_0_in_every_row_is_reported() -> None:
+    pq.write_table(pa.table(make_flat_table(clicked=[4.0, 5.0, 1.0, 2.0])), "rows.parquet")
+    output = run("shop", "--from", "rows.parquet", "--click", "clicked").output
+    assert "'clicked' is above 0" in output and "in every row" in output
+
+
+def test_reviews_with_pictures_are_read_as_ratings() -> None:
+    reviews = [
+        {"reviewerID": f"A{n % 3}", "asin": f"B{n}", "overall": 1.0 + n % 5, "unixReviewTime": T0 // 1000 + n}
+        | {"images": [{"large_image_url": "u"}, {"large_image_url": "v"}] if n % 4 == 0 else []}
+        for n in range(20)
+    ]
+    write_lines("reviews.jsonl", reviews)
+    output = run("shop", "--from", "reviews.jsonl").output
+    assert "20 requests with 20 candidates" in output and "'overall' is 4 or more" in output
+    assert "'reviewerID' is the user" in output
+
+
 def test_a_column_with_values_only_in_action_rows_is_no_feature() -> None:
     events = {"event": ["view", "view", "purchase", "view"], "article": ["a", "b", "b", "c"]}
     rows = {**make_flat_table(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
