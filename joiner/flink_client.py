@@ -71,7 +71,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
         it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
-    fetch = committed_by_job(config) if config.bootstrap else None
+    fetch = committed_by_joiner(config) if config.bootstrap else None
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if job:
         log.info("found the joiner's job, state %s; watching it", job["state"])
@@ -237,32 +237,32 @@ def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
     return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
 
 
-def committed_by_job(config: JoinerConfig) -> FetchOffsets:
-    """Of the consumer group to which the job's sources commit with each checkpoint."""
+def committed_by_joiner(config: JoinerConfig) -> FetchOffsets:
+    """Of the consumer group to which a job's sources, or the local engine, commit after each checkpoint."""
     options = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
     client = consumer(config.broker, f"{config.prefix}{JOB_NAME}")
     return partial(committed_offsets, client, options)
 
 
 def has_committed(fetch: FetchOffsets, stop: threading.Event) -> bool:
-    """Whether a job has committed offsets to Kafka; `fetch` is retried while Kafka is away. Raises
+    """Whether a joiner has committed offsets to Kafka; `fetch` is retried while Kafka is away. Raises
     UnavailableError: `stop` was set."""
     offsets = Backoff(what="the joiner's offsets in Kafka").until(fetch, (UnavailableError,), stop)
     return any(offset.next >= 0 for offset in offsets.values())
 
 
 def check_restore_point(config: JoinerConfig, fetch: FetchOffsets, stop: threading.Event) -> None:
-    """Check that the folder `config.restore` has not lost its restore points. `fetch` returns what the job
-    has committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
+    """Check that the folder `config.restore` has not lost its restore points. `fetch` returns what the
+    joiner has committed to Kafka, which it does after each checkpoint; it is retried while Kafka is away.
 
     Raises:
-        UnavailableError: a job has written checkpoints, but none is there; or `stop` was set.
+        UnavailableError: a joiner has written checkpoints, but none is there; or `stop` was set.
     """
     if not config.restore or _restore_point(config.restore):
         return
     if has_committed(fetch, stop):
         raise UnavailableError(
-            f"expected a savepoint or checkpoint in {config.restore}, because a job has committed its "
+            f"expected a savepoint or checkpoint in {config.restore}, because a joiner has committed its "
             "offsets to Kafka, got none: make the folder's files available again, or delete the consumer "
             f"group {config.prefix}{JOB_NAME} in Kafka to join all events again"
         )

@@ -2,7 +2,8 @@
 
     1 poll records and join them; the producer queues the outputs
     2 every checkpoint_interval_ms: wait until Kafka has acknowledged all outputs
-    3 write a snapshot: the state, and the offsets of exactly the records it includes
+    3 write a snapshot: the state, and the offsets of exactly the records it includes; commit these offsets to
+      Kafka, so that a start without snapshots is not taken for the first one (`joiner.main.check_engine`)
     4 a restart continues from the newest readable snapshot
 
 Outputs written between a snapshot and a crash are written again, with the same ids.
@@ -12,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
 from joiner.config import JoinerConfig
 from joiner.event_decoder import Event, TimeMark
@@ -30,6 +31,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordConsumer
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
 from roostream.runtime.kafka.topics import Partition, name_of
 from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.wire.records import Record
@@ -78,18 +80,54 @@ class KafkaSink:
             self._error = f"{message.topic()}: {error.str()}"
 
 
+def offset_committer(
+    broker: Broker, group: str, options: ConsumerOptions
+) -> Callable[[Mapping[Partition, int]], None]:
+    """A function that commits next offsets to a consumer group. It does not wait; a commit that fails is
+    logged, and made good by the next one."""
+    rate_limit = LogRateLimit()
+
+    def failed(error: KafkaError | KafkaException) -> None:
+        rate_limit.warning(log, "offsets", "the joiner's offsets were not committed to Kafka: %s", error)
+
+    client = clients.consumer(broker, group, on_commit=lambda error, _: failed(error) if error else None)
+
+    def commit(progress: Mapping[Partition, int]) -> None:
+        places = [options.topic_partition(p, offset) for p, offset in progress.items()]
+        try:
+            client.poll(0)  # calls `on_commit` of earlier commits
+            if places:
+                client.commit(offsets=places, asynchronous=True)
+        except KafkaException as error:
+            failed(error)
+
+    return commit
+
+
 class SnapshotStore:
     """The newest two snapshots, as `snapshots/<number>` in a store."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
+        self._newest = ""  # the last one that was restored or written
 
     def write(self, data: bytes) -> None:
-        """Durable before older snapshots, and what killed processes left, are deleted. Raises
-        UnavailableError (disk full): the older ones stay."""
+        """Durable before older snapshots, and what killed processes left, are deleted.
+
+        Raises:
+            UnavailableError: the disk is full, or the newest snapshot is gone, for example because the disk
+            is no longer mounted. The older ones stay.
+        """
         names = self.names()
+        if self._newest and self._newest not in names:
+            raise UnavailableError(
+                f"expected {self._newest} from before, but it is gone; mount its disk again, or restart the "
+                "joiner if it was deleted"
+            )
         number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
-        self.store.put(f"snapshots/{number:08d}", data)
+        newest = f"snapshots/{number:08d}"
+        self.store.put(newest, data)
+        self._newest = newest
         for name in names[: 1 - _KEEP_SNAPSHOTS]:
             self.store.delete(name)
         self.store.sweep()
@@ -111,13 +149,17 @@ class SnapshotStore:
         for name in reversed(names):
             try:
                 engine.restore(self.store.get(name))
+                self._newest = name
                 return name
             except OtherVersionError:
                 raise
             except CheckpointError as error:
                 log.warning("snapshot %s cannot be read, the one before it is tried: %s", name, error)
         if names:
-            text = f"none of {len(names)} snapshots is readable; remove them to join from the oldest records"
+            text = (
+                f"none of {len(names)} snapshots is readable; remove them, and the joiner's consumer group "
+                "in Kafka, to join from the oldest records"
+            )
             raise CheckpointError(text)
         return ""
 
@@ -133,12 +175,14 @@ class LocalRunner:
         sink: KafkaSink,
         snapshots: SnapshotStore,
         *,
+        commit_offsets: Callable[[Mapping[Partition, int]], None],
         clock: Clock,
         metrics: JoinerMetrics,
         health: Health,
     ) -> None:
+        """`commit_offsets` takes the next offsets of each snapshot that was written."""
         self.config, self.engine, self.snapshots = config, engine, snapshots
-        self.consumer, self.sink = consumer, sink
+        self.consumer, self.sink, self.commit_offsets = consumer, sink, commit_offsets
         self.clock, self.metrics, self.health = clock, metrics, health
         self._last_record_s = dict.fromkeys(engine.partitions, clock.monotonic_s())
         self._paused: set[Partition] = set()
@@ -153,10 +197,8 @@ class LocalRunner:
         disk is away then."""
         name = self.snapshots.restore(self.engine)  # 4
         log.info("the join continues from %s", name or "the oldest records: there is no snapshot")
-        # Offset 0: nothing was read of the partition.
-        progress = {p: offset for p, offset in self.engine.next_offsets.items() if offset}
         Backoff(what="the event topics", clock=self.clock).until(
-            lambda: self.consumer.seek(progress), (UnavailableError,), stop
+            lambda: self.consumer.seek(self._progress()), (UnavailableError,), stop
         )
         started_s = self.clock.monotonic_s()
         self._last_record_s = dict.fromkeys(self.engine.partitions, started_s)
@@ -207,11 +249,16 @@ class LocalRunner:
                 return False
             if self._log_rate_limit.over("snapshot"):
                 log.info("snapshots can be written again")
+            self.commit_offsets(self._progress())
             duration_s = self.clock.monotonic_s() - started_s
             self.metrics.set_snapshot(
                 self.clock.now_ms(), duration_s, len(snapshot), self.engine.rules_changed
             )
         return acknowledged
+
+    def _progress(self) -> dict[Partition, int]:
+        """The next offsets; a restored 0 says that nothing was read of the partition."""
+        return {p: offset for p, offset in self.engine.next_offsets.items() if offset}
 
     def _decode(self, record: Record) -> Event | TimeMark | Output:
         """Decode a record; wait while its schema can't be loaded. Raises UnavailableError: stopped."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from prometheus_client import REGISTRY
 
 from joiner.config import JoinerConfig
-from joiner.flink_client import FetchOffsets, committed_by_job, has_committed, run_flink
+from joiner.flink_client import FetchOffsets, committed_by_joiner, has_committed, run_flink
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import OUTPUTS
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import metrics_server
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
@@ -38,7 +38,7 @@ def run_until_stopped(config: JoinerConfig, stop: Stop) -> None:
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
     wait_for_store(lambda: register(store, schema), stop, health=health)
-    check_engine(config, lambda: committed_by_job(config), stop)
+    check_engine(config, lambda: committed_by_joiner(config), stop)
     metrics = JoinerMetrics(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, metrics, health, stop)
@@ -47,12 +47,13 @@ def run_until_stopped(config: JoinerConfig, stop: Stop) -> None:
 
 
 def check_engine(config: JoinerConfig, connect: Callable[[], FetchOffsets], stop: threading.Event) -> None:
-    """Check that the state of the join is not that of the other engine. `connect` opens the function that
-    returns what a Flink job has committed to Kafka, which is retried while Kafka is away.
+    """Check that the state of the join is not lost, and not that of the other engine, so that this engine
+    would join all events again. `connect` opens the function that returns what the joiner has committed to
+    Kafka, as both engines do after each checkpoint; it is retried while Kafka is away.
 
     Raises:
-        ConfigError: it is, so that this engine would join all events again.
-        UnavailableError: `stop` was set.
+        ConfigError: the state is that of the local engine.
+        UnavailableError: the local engine has no snapshot, but a joiner has committed; or `stop` was set.
     """
     from joiner.local_runner import SnapshotStore
 
@@ -63,10 +64,10 @@ def check_engine(config: JoinerConfig, connect: Callable[[], FetchOffsets], stop
                 "join all events again; set it back, or delete the snapshots if that is wanted"
             )
     elif config.engine == "local" and has_committed(connect(), stop):
-        raise ConfigError(
-            "expected engine = 'flink', whose job has committed its offsets to Kafka, got 'local' "
-            f"without a snapshot in {config.home}, which would join all events again; set it back, or "
-            f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka if that is wanted"
+        raise UnavailableError(
+            f"expected a snapshot in {config.home}, because a joiner has committed its offsets to Kafka, got "
+            "none: make the folder's files available again, set engine = 'flink' if that was a Flink job, or "
+            f"delete the consumer group {config.prefix}{JOB_NAME} in Kafka to join all events again"
         )
 
 
@@ -75,7 +76,7 @@ def run_local(
 ) -> None:
     """Kafka → Kafka in this process until `stop` is set."""
     from joiner.local_engine import LocalEngine
-    from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
+    from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore, offset_committer
 
     wait_for_topics(config.broker, config.prefix, OUTPUTS, config.partitions, stop)
     topics = wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
@@ -84,13 +85,21 @@ def run_local(
     options = ConsumerOptions(
         partitions=engine.partitions, prefix=config.prefix, skip_lost_records=config.skip_lost
     )
-    consumer = KafkaConsumer.open(config.broker, f"{config.prefix}roostream-joiner", options)
+    consumer = KafkaConsumer.open(config.broker, f"{config.prefix}{JOB_NAME}", options)
     budget = StopBudget(stop, _STOP_S)
     sink = KafkaSink(config.broker, config.prefix, gives_up=lambda: not budget.left_s())
     snapshots = SnapshotStore(open_store(config.home))
     try:
         LocalRunner(
-            config, engine, consumer, sink, snapshots, clock=SystemClock(), metrics=metrics, health=health
+            config,
+            engine,
+            consumer,
+            sink,
+            snapshots,
+            commit_offsets=offset_committer(config.broker, f"{config.prefix}{JOB_NAME}", options),
+            clock=SystemClock(),
+            metrics=metrics,
+            health=health,
         ).run(stop)
     finally:
         consumer.close()

@@ -28,7 +28,7 @@ from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.retention_loss import CommittedOffset
-from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.kafka.topics import EVENTS, Partition, all_partitions
 from roostream.runtime.thread_group import StopBudget
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -36,6 +36,15 @@ from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record
 
 CONFIG = JoinerConfig(**generated.SETTINGS, checkpoint_interval_ms=100)  # type: ignore[arg-type]
+
+
+COMMITTED: dict[Partition, int] = {}
+"""What the runners of the current test have committed to Kafka."""
+
+
+@pytest.fixture(autouse=True)
+def forget_commits() -> None:
+    COMMITTED.clear()
 
 
 class Killed(BaseException):
@@ -99,6 +108,7 @@ def make_runner(
         source,
         sink,
         SnapshotStore(FileStore(home)),
+        commit_offsets=COMMITTED.update,
         clock=clock,
         metrics=JoinerMetrics(CollectorRegistry()),
         health=Health(60, clock),
@@ -393,7 +403,41 @@ def test_another_engine_does_not_join_everything_again(engine: str, tmp_path: Pa
         with pytest.raises(ConfigError, match="engine = 'local'"):
             check_engine(config, committed(-1), stop)
     else:
-        with pytest.raises(ConfigError, match="engine = 'flink'"):
+        with pytest.raises(UnavailableError, match="engine = 'flink'"):
             check_engine(config, committed(7), stop)
         SnapshotStore(FileStore(tmp_path)).write(b"state")
         check_engine(config, committed(7), stop)
+
+
+def committed_offsets() -> FetchOffsets:
+    return lambda: {
+        p: CommittedOffset(0, COMMITTED.get(p, -1)) for p in all_partitions(EVENTS, CONFIG.partitions)
+    }
+
+
+def test_a_home_that_lost_its_snapshots_does_not_join_everything_again(tmp_path: Path) -> None:
+    config, stop = JoinerConfig(engine="local", home=str(tmp_path)), threading.Event()
+    check_engine(config, committed_offsets, stop)
+    run(make_runner(generated.with_offsets(generated.arrivals(5)), tmp_path, MemorySink()))
+    check_engine(config, committed_offsets, stop)
+    (tmp_path / "snapshots").rename(tmp_path / "elsewhere")
+    with pytest.raises(UnavailableError, match=f"expected a snapshot in {tmp_path}"):
+        check_engine(config, committed_offsets, stop)
+
+
+def test_a_joiner_that_has_read_nothing_may_lose_its_home(tmp_path: Path) -> None:
+    runner = make_runner([], tmp_path, MemorySink())
+    assert runner.checkpoint(threading.Event()) and not COMMITTED
+
+
+def test_no_snapshot_is_written_in_the_place_of_a_disk_that_is_no_longer_mounted(tmp_path: Path) -> None:
+    """The joiner would later continue from the snapshots of the disk, and join again what came since."""
+    records = generated.with_offsets(generated.arrivals(5))
+    runner = make_runner(records, tmp_path, MemorySink())
+    assert runner.checkpoint(runner.stop)  # type: ignore[attr-defined]
+    (tmp_path / "snapshots").rename(tmp_path / "elsewhere")
+    COMMITTED.clear()
+    assert not runner.checkpoint(runner.stop) and not COMMITTED  # type: ignore[attr-defined]
+    assert SnapshotStore(FileStore(tmp_path)).names() == []
+    (tmp_path / "elsewhere").rename(tmp_path / "snapshots")
+    assert runner.checkpoint(runner.stop)  # type: ignore[attr-defined]

@@ -243,9 +243,15 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
         )
 
 
-def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
+def consumer(
+    broker: Broker,
+    group: str,
+    *,
+    on_commit: Callable[[KafkaError | None, list[TopicPartition]], None] | None = None,
+    **overrides: Any,
+) -> Consumer:
     """A consumer without automatic commits that starts at the earliest offset and reads committed
-    transactions only."""
+    transactions only. `on_commit` gets the result of each asynchronous commit."""
     settings = {
         "group.id": group,
         "enable.auto.commit": False,
@@ -258,6 +264,7 @@ def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
         "queued.max.messages.kbytes": 65_536,
         "max.partition.fetch.bytes": 8 << 20,
         "topic.metadata.refresh.interval.ms": 10_000,
+        **({"on_commit": on_commit} if on_commit else {}),
     }
     with _opening(broker):
         return Consumer(
