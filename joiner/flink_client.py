@@ -82,7 +82,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
         if fetch:
             check_restore_point(config, fetch, stop)
-        job_id = submit(config, stop)
+        job_id = keep_older_job(rest, submit(config, stop), stop)
     log.info("job %s: %s/#/job/%s/overview", job_id, rest.url, job_id)
     high_availability = retry(rest, rest.high_availability, stop)
     if high_availability:
@@ -92,6 +92,22 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     recovery_s = _RECOVERY_S if high_availability else 0.0
     losses = RetentionLossCounter(fetch, "the joiner") if fetch else None
     watch(FlinkJob(rest, job_id, losses), metrics, health, stop, recovery_s=recovery_s)
+
+
+def keep_older_job(rest: FlinkRest, job_id: str, stop: Stop) -> str:
+    """Cancel this program's job if another program submitted one just before, which would join all events a
+    second time. Returns the job that stays."""
+    oldest = retry(rest, rest.live_job, stop)
+    if oldest is None or oldest["jid"] == job_id:
+        return job_id
+    retry(rest, lambda: rest.cancel(job_id), stop)
+    log.warning(
+        "cancelled job %s of this program, because another joiner has submitted job %s before; run one of "
+        "the two programs only",
+        job_id,
+        oldest["jid"],
+    )
+    return str(oldest["jid"])
 
 
 def warn_of_other_rules(config: JoinerConfig, text: str) -> None:

@@ -40,8 +40,8 @@ from joiner.join import Join, StepResult
 from joiner.keyed_join import KeyedJoin
 from joiner.outputs import OUTPUTS, Output
 from joiner.state import GONE, VERSION, Engagement, Impression
-from roostream.errors import RoostreamError
-from roostream.runtime.flink_rest import JOB_NAME, RULES_KEY, output_counter
+from roostream.errors import RoostreamError, UnavailableError
+from roostream.runtime.flink_rest import JOB_NAME, RULES_KEY, FlinkRest, output_counter
 from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.topics import EVENTS, name_of
 from roostream.runtime.program import tune_garbage_collector
@@ -249,7 +249,13 @@ def main() -> None:
     parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
     settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
     config = from_dict(JoinerConfig, settings)
-    build(config, _event_topics(config)).execute(JOB_NAME)
+    job = build(config, _event_topics(config))
+    # The client and the job took seconds to start, in which another joiner may have submitted its job.
+    if running := FlinkRest(config.flink).live_job():
+        raise UnavailableError(
+            f"another joiner has submitted job {running['jid']}; restart to watch that one"
+        )
+    job.execute(JOB_NAME)
 
 
 def _event_topics(config: JoinerConfig) -> dict[str, str]:

@@ -121,12 +121,12 @@ class FlinkRest:
         )
 
     def live_job(self) -> dict[str, Any] | None:
-        """The joiner's job (`jid`, `state`, `tasks`) if one has not ended, else None."""
+        """The joiner's job (`jid`, `state`, `tasks`) if one has not ended, the oldest of several; or None."""
         found = self.get("/jobs/overview")
         if found is None:
             raise UnavailableError(f"Flink at {self.url} does not know /jobs/overview; check the address")
-        jobs = found.get("jobs", [])
-        return next((job for job in jobs if job["name"] == JOB_NAME and job["state"] not in ENDED), None)
+        jobs = [j for j in found.get("jobs", []) if j["name"] == JOB_NAME and j["state"] not in ENDED]
+        return min(jobs, key=lambda job: (job.get("start-time", 0), job["jid"]), default=None)
 
     def high_availability(self) -> str:
         """The high-availability service that recovers jobs when the job manager dies, such as KUBERNETES; ""
@@ -145,6 +145,10 @@ class FlinkRest:
         """A parameter that the job was submitted with; "" if it has none of this name."""
         found = self.get(f"/jobs/{job}/config") or {}
         return str(found.get("execution-config", {}).get("user-config", {}).get(key, ""))
+
+    def cancel(self, job: str) -> None:
+        """Ask for the end of a job, without a savepoint; does not wait for it."""
+        self._call(f"/jobs/{job}?mode=cancel", b"", "PATCH")
 
     def failure(self, job: str) -> str:
         """First line of the job's last exception, and of its root cause."""
@@ -217,9 +221,9 @@ class FlinkRest:
             time.sleep(0.2)
         raise UnavailableError(f"Flink wrote no savepoint within {timeout_s:.0f} s")
 
-    def _call(self, path: str, data: bytes | None) -> dict[str, Any] | None:
+    def _call(self, path: str, data: bytes | None, method: str | None = None) -> dict[str, Any] | None:
         request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"}
+            self.url + path, data=data, headers={"Content-Type": "application/json"}, method=method
         )
         try:
             with open_direct(request, self.timeout_s) as answer:

@@ -286,6 +286,31 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     assert flink.posted == {}  # the job is neither submitted again nor stopped
 
 
+@pytest.mark.parametrize("is_older", [True, False])
+def test_of_two_jobs_that_were_submitted_at_once_the_older_one_stays(
+    is_older: bool, flink: FakeFlink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs of one deployment started together, and both found a cluster without a job."""
+    other, stop = "f" * 32, Stop()
+    jobs = [
+        {"jid": jid, "name": JOB_NAME, "state": "RUNNING", "start-time": time_ms}
+        for jid, time_ms in ((other, 5), (JOB, 4 if is_older else 6))
+    ]
+
+    def submitted(config: JoinerConfig, stop: Stop) -> str:
+        flink.answers["/jobs/overview"] = {"jobs": jobs}
+        stop.set()
+        return JOB
+
+    flink.answers["/jobs/overview"] = {"jobs": []}
+    monkeypatch.setattr(flink_client, "submit", submitted)
+    monkeypatch.setattr(flink_client, "wait_for_topics", lambda *arguments: {})
+    flink_client.run_flink(
+        JoinerConfig(flink=flink.url), JoinerMetrics(CollectorRegistry()), Health(60), stop
+    )
+    assert flink.cancelled == ([] if is_older else [f"/jobs/{JOB}?mode=cancel"])
+
+
 @pytest.mark.parametrize(("window_ms", "is_warned"), [(7, False), (8, True)])
 def test_an_adopted_job_with_other_rules_is_named(
     window_ms: int, is_warned: bool, flink: FakeFlink, caplog: pytest.LogCaptureFixture

@@ -10,11 +10,13 @@ from typing import Any
 
 class FakeFlink:
     """A server on a free port. `answers` maps a path to its JSON answer or an error status; other paths give
-    404. `posted` maps a path to the JSON body last posted there."""
+    404. `posted` maps a path to the JSON body last posted there; `cancelled` has the
+    paths that were patched."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
         self.posted: dict[str, Any] = {}
+        self.cancelled: list[str] = []
         fake = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -25,6 +27,10 @@ class FakeFlink:
             def do_POST(self) -> None:
                 fake.posted[self.path] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.do_GET()
+
+            def do_PATCH(self) -> None:
+                fake.cancelled.append(self.path)
+                self._answer(202, {})
 
             def _answer(self, status: int, found: Any) -> None:
                 body = json.dumps(found).encode()
