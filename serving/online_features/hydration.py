@@ -20,6 +20,7 @@ from roostream.online.entity_fields import NO_FIELDS, EntityFields
 from roostream.online.read_counters import OnlineValues
 from roostream.runtime import redis_client
 from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.schema.schema import Schema
 from serving.online_features.store import FeatureStore, UpdaterStates
 
@@ -65,6 +66,7 @@ class Hydrator:
         self._paused_until_s = 0.0
         self._pause_reason = ""
         self._num_slow = 0  # slow reads in a row
+        self._log_rate_limit = LogRateLimit(self._clock.monotonic_s)
 
     def read(
         self,
@@ -77,7 +79,7 @@ class Hydrator:
 
         Raises:
             UnavailableError: Redis is away or slow, or was within the last 0.5 s.
-            CheckpointError: it has states of another version.
+            CheckpointError: it has states of another version, or damaged ones.
         """
         (hydrated,) = self.read_all([HydrationRequest(user_id, item_ids, time_ms, fields)])
         if isinstance(hydrated, RoostreamError):
@@ -89,7 +91,8 @@ class Hydrator:
         keys = [self._reader.keys(*request) for request in requests]
         try:
             states = self._read_states([request_keys.stored for request_keys in keys])
-        except UnavailableError as error:
+        except RoostreamError as error:
+            self._warn_of_damage(error)
             return [error] * len(requests)
         return [self._read_one(*request) for request in zip(keys, states, strict=True)]
 
@@ -97,7 +100,13 @@ class Hydrator:
         try:
             return self._reader.read(keys, states)
         except RoostreamError as error:
+            self._warn_of_damage(error)
             return error
+
+    def _warn_of_damage(self, error: RoostreamError) -> None:
+        """Log an error that does not pass by itself."""
+        if not isinstance(error, UnavailableError):
+            self._log_rate_limit.warning(log, "damage", "answers lack online features: %s", error)
 
     def _read_states(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
         begin_s = self._clock.monotonic_s()

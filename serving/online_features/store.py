@@ -37,6 +37,7 @@ docs/schema.md says; no state exceeds 256 KiB.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -49,11 +50,12 @@ import msgspec
 import numpy as np
 import redis
 
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.online.counters import LISTS, SEEN, Counters, Keys, shared_keys
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
 from roostream.runtime.redis_client import redis_errors
 from roostream.schema.ids import table_id
+from serving.online_features.config import MAX_UPDATERS
 
 log = logging.getLogger("roostream.features")
 
@@ -122,6 +124,7 @@ local known = redis.call('MGET', KEYS[1])[1] or '1'
 if tonumber(known) < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 """
 
+_ALL_AGAIN = "all online features are then counted again"  # if the key with the offsets is deleted
 _DELETED = "deleted by "  # begins the field `cluster` while all states are deleted
 
 StoredState: TypeAlias = tuple[bytes, bytes, int]
@@ -176,9 +179,10 @@ class FeatureStore:
 
         Raises:
             UnavailableError: Redis is away, or updater 0 has not begun with this cluster yet; call again.
+            CheckpointError: a value in Redis is damaged; the error names its key. Nothing was changed.
             ConfigError: the states belong to another Kafka cluster or other topics. Nothing was changed.
         """
-        with redis_errors(self.url):
+        with redis_errors(self.url), self._damage(self._at, _ALL_AGAIN):
             self._warn_if_states_are_evicted()
             found = self.connection.hgetall(self._at)
             stored = found.get(b"cluster", b"").decode("utf-8", "replace")
@@ -197,6 +201,7 @@ class FeatureStore:
                     f"{self.url} were counted, got cluster {cluster}; correct `bootstrap` or `redis`, set "
                     "another `prefix`, or delete them by the setting replace_other_cluster = true"
                 )
+            self._number_of_updaters(*self.connection.mget([self._updaters]))
             self._raise_number(keys=[self._updaters], args=[self.num_updaters])
             pending = {field: token for field, token in found.items() if field.startswith(_PENDING) and token}
             if not is_other and not all(self._complete(*commit) for commit in pending.items()):
@@ -213,10 +218,32 @@ class FeatureStore:
                 found, stored_ids = {}, ""
             if topic_ids and not stored_ids:
                 self.connection.hset(self._at, "topics", topic_ids)
-        self._num_commits = found.get(self._commits.encode(), b"").decode()
-        fields = {p: _field(p).encode() for p in self.partitions}
-        self._epochs = {p: found.get(b"epoch:" + field, b"") for p, field in fields.items()}
-        return {p: int(found[field]) for p, field in fields.items() if field in found}
+            self._num_commits = found.get(self._commits.encode(), b"").decode()
+            int(self._num_commits or 0)
+            fields = {p: _field(p).encode() for p in self.partitions}
+            self._epochs = {p: found.get(b"epoch:" + field, b"") for p, field in fields.items()}
+            return {p: int(found[field]) for p, field in fields.items() if field in found}
+
+    @contextlib.contextmanager
+    def _damage(self, name: bytes, consequence: str) -> Iterator[None]:
+        """Around the parsing of a value of Redis. Raises CheckpointError: it is not what an updater wrote."""
+        try:
+            yield
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise CheckpointError(
+                f"the key {name.decode()} in Redis at {self.url} is damaged ({error}); "
+                f"delete it: {consequence}"
+            ) from None
+
+    def _number_of_updaters(self, value: bytes | None) -> int:
+        """The highest number of updaters that there ever were. Raises CheckpointError."""
+        text = b"1" if value is None else value
+        if text.isdigit() and 1 <= int(text) <= MAX_UPDATERS:
+            return int(text)
+        raise CheckpointError(
+            f"expected a number from 1 to {MAX_UPDATERS} in the key {self._updaters.decode()} in Redis at "
+            f"{self.url}, got {text[:20]!r}; set it to the highest number of updaters that there ever were"
+        )
 
     def _warn_if_states_are_evicted(self) -> None:
         """Warn if Redis deletes keys when its memory is full. A deleted state counts from zero again, so
@@ -236,17 +263,30 @@ class FeatureStore:
 
     def leader_epochs(self, at: Progress) -> dict[Partition, int]:
         """The leader epochs that were stored with these offsets; see `RecordConsumer.leader_epochs`."""
-        stored = {p: text.split(b":") for p, text in self._epochs.items() if text}
-        return {p: int(epoch) for p, (offset, epoch) in stored.items() if at.get(p) == int(offset)}
+        with self._damage(self._at, _ALL_AGAIN):
+            stored = {p: map(int, text.split(b":")) for p, text in self._epochs.items() if text}
+            return {p: epoch for p, (offset, epoch) in stored.items() if at.get(p) == offset}
 
     def load(self, counters: Counters, keys: Keys) -> None:
         """Load this updater's states into `counters`, in one round trip. Raises CheckpointError for invalid
-        bytes."""
+        bytes; it names their key."""
+        names = self._names(keys, self.index)
         with redis_errors(self.url):
-            counters.load(keys, self._mget(self._names(keys, self.index)))
+            values = self._mget(names)
+        try:
+            counters.load(keys, values)
+        except CheckpointError:
+            single = [{name: keys_k[i : i + 1]} for name, keys_k in keys.items() for i in range(len(keys_k))]
+            for name, key, value in zip(names, single, values, strict=True):
+                try:
+                    counters.load(key, [value])
+                except CheckpointError as error:
+                    raise CheckpointError(f"the key {name!r} in Redis at {self.url}: {error}") from None
+            raise
 
     def read(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
-        """The stored states of each `Keys`, in one round trip; in two once there are more updaters."""
+        """The stored states of each `Keys`, in one round trip; in two once there are more updaters. Raises
+        CheckpointError: the number of updaters is damaged."""
         while True:
             count = self._num_read
             names = [
@@ -259,7 +299,7 @@ class FeatureStore:
             distinct[self._updaters] = None
             with redis_errors(self.url):
                 value_of = dict(zip(distinct, self._mget(list(distinct)), strict=True))
-            self._num_read = max(count, int(value_of[self._updaters] or 1))
+            self._num_read = max(count, self._number_of_updaters(value_of[self._updaters]))
             if self._num_read == count:
                 return [[[value_of[name] for name in some] for some in of_keys] for of_keys in names]
 

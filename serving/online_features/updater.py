@@ -160,7 +160,7 @@ class FeatureUpdater:
 
     def open(self) -> None:
         """Continue from the offsets in Redis. Raises UnavailableError while Redis or Kafka is away; call
-        again."""
+        again. CheckpointError: the offsets are damaged."""
         self._offsets = self.store.offsets(self.cluster, self.topic_ids)
         self.source.seek(self._offsets, self.store.leader_epochs(self._offsets))
         self.metrics.restarts.inc()
@@ -240,7 +240,8 @@ def run_until_stopped(config: FeaturesConfig, stop: threading.Event) -> None:
     """Run until `stop` is set.
 
     Raises:
-        RoostreamError: the schema or an address is wrong, or Redis has states of another version.
+        RoostreamError: the schema or an address is wrong, or Redis has states that are damaged or of
+        another version.
     """
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)

@@ -4,6 +4,7 @@ crashes and losses."""
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -636,4 +637,57 @@ def test_a_leader_epoch_of_other_offsets_is_not_used(redis: RedisServer) -> None
     moved = {p for p, at in older.source.positions().items() if at}
     assert not moved & source.sought.keys()
     updater.step()
+    assert_equal(updater.store, records)
+
+
+def test_a_damaged_state_is_named_with_its_key(redis: RedisServer) -> None:
+    updater = open_updater(redis, MemoryEvents([]), prefix="p.")
+    key = updater.store.key("user", 2)
+    with Redis.from_url(redis.url) as client:
+        client.set(key, b"text")
+        updater.source = MemoryEvents(records_of(events(120)))
+        updater.open()
+        with pytest.raises(CheckpointError, match=re.escape(str(key))):
+            drain(updater)
+        client.delete(key)
+    updater.open()
+    assert drain(updater)
+
+
+@pytest.mark.parametrize("text", ["two", "0", "65", "-1"])
+def test_a_wrong_number_of_updaters_is_named_with_its_key(text: str, redis: RedisServer) -> None:
+    updater = open_updater(redis, MemoryEvents([]), prefix="p.")
+    with Redis.from_url(redis.url) as client:
+        client.set("p.features:updaters", text)
+        with pytest.raises(CheckpointError, match="features:updaters"):
+            updater.open()
+        with pytest.raises(CheckpointError, match="features:updaters"):
+            Hydrator(redis.url, "p.", Schema(), timeout_s=5.0).read(1, ITEMS, NOW)
+        client.set("p.features:updaters", "1")
+    updater.open()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("impressions:0", b"text"),
+        ("epoch:impressions:0", b"text"),
+        ("commits:0", b"text"),
+        ("pending:0", b"text"),
+        ("topics", b"\xff"),
+    ],
+)
+def test_damaged_offsets_are_named_with_their_key_which_can_be_deleted(
+    field: str, value: bytes, redis: RedisServer
+) -> None:
+    records = records_of(events(120))
+    updater = open_updater(redis, MemoryEvents(records), prefix="p.")
+    drain(updater)
+    with Redis.from_url(redis.url) as client:
+        client.hset("p.features:at", field, value)
+        with pytest.raises(CheckpointError, match="features:at"):
+            updater.open()
+        client.delete("p.features:at")
+    updater.open()
+    drain(updater)
     assert_equal(updater.store, records)
