@@ -19,6 +19,7 @@ from typing import Any
 from roostream.errors import FencedError, RoostreamError, UnavailableError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
+from roostream.runtime.manifest import newest_incarnation
 from roostream.runtime.rpc.transport import Arrays, Handler, Header
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import to_toml
@@ -218,13 +219,16 @@ class LeaseRecorder:
 
     def save_if_due(self, *, last: bool = False) -> None:
         """Save new events, at most every SAVE_S. If the store is unavailable, the next call after SAVE_S
-        tries again."""
+        tries again. Once a newer controller has claimed an incarnation, nothing is saved."""
         now_s = self.clock.monotonic_s()
         if (now_s < self._due_s and not last) or self.master.log.version == self._version:
             return
         self._due_s, version = now_s + SAVE_S, self.master.log.version
         try:
-            self.store.put(LEASES_FILE, json.dumps(self.master.lease_log()).encode())
+            body = self.master.lease_log()
+            if newest_incarnation(self.store) > body["incarnation"]:
+                return
+            self.store.put(LEASES_FILE, json.dumps(body).encode())
             self._version = version
         except UnavailableError as error:
             log.debug("leases could not be saved: %s", error)

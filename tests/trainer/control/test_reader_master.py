@@ -8,6 +8,7 @@ import pytest
 
 from roostream.errors import FencedError, RoostreamError, UnavailableError
 from roostream.runtime.clock import FakeClock
+from roostream.runtime.manifest import claim_incarnation
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import to_toml
 from roostream.warehouse.readers.config import ReaderCountConfig
@@ -172,6 +173,19 @@ def test_the_lease_log_is_saved() -> None:
         harness.master.lease_log()["session"]["digest"] == SESSION_INPUT.digest
         and not harness.master.lease_log()["trained"]
     ), "the log must name the last session"
+
+
+def test_a_replaced_controller_does_not_save_its_lease_log() -> None:
+    harness, store = MasterHarness(), CountingStore()
+    recorder = LeaseRecorder(harness.master, store, harness.clock)
+    harness.want((3, 8))
+    harness.lease()
+    while claim_incarnation(store, 0) <= harness.incarnation:
+        pass
+    store.put(LEASES_FILE, b"of the newer controller")
+    recorder.save_if_due()
+    recorder.save_if_due(last=True)
+    assert store.get(LEASES_FILE) == b"of the newer controller"
 
 
 def test_saving_the_lease_log_is_retried_when_the_store_is_unavailable() -> None:
