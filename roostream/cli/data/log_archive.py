@@ -20,6 +20,7 @@ from roostream.errors import ConfigError, FencedError, printable
 from roostream.replay.config import ReplayConfig
 from roostream.replay.log_lines import LogError
 from roostream.replay.replay_log import open_log
+from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
@@ -31,6 +32,7 @@ from roostream.warehouse.parquet_file import FileKey, write_rows
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.columnar import ColumnType
 from roostream.wire.records import Record
 
 FILE_BYTES = 64 << 20
@@ -67,7 +69,7 @@ def archive_log(
     cannot be joined are counted with `skip_bad`, and end the import otherwise. `progress` is called with
     the number of requests read and the total (0 = unknown).
 
-    On failure unreferenced files may remain in the warehouse.
+    On failure unreferenced files may remain in the warehouse; tables are made only before the commit.
 
     Raises:
         ConfigError: the warehouse has this log already, or its corrections with other settings, or the log
@@ -84,9 +86,7 @@ def archive_log(
         if any(known.progress(name) is not None for name in names):
             raise _is_archived_error(place)
         counts.archived_before = sum(file.rows for file in known.files)
-    log = open_log(replay, schema)  # before the warehouse is made, which a wrong file must not leave behind
-    warehouse.create()
-    register(warehouse.store, schema)
+    log = open_log(replay, schema)
     files = _LogFiles(warehouse, schema, digest, counts, log.profile.origins.find)
     for record in log.records:
         if wire.kind_of(record.value) == wire.IMPRESSION:
@@ -94,17 +94,14 @@ def archive_log(
             progress(counts.requests, log.num_requests)
         files.take(joiner.process(topics.append(record)))
     files.take(joiner.end_of_input())
+    files.check_dead(skip_bad)  # before the last files, and so of most logs before any, are written
     files.flush()
+    files.check_dead(skip_bad)
     skipped = log.skipped()
     counts.skipped, counts.first_skipped = skipped.number, skipped.first
     counts.warnings = skipped.warnings()
     counts.dead, counts.first_dead = files.num_dead, tuple(files.first_dead)
-    if counts.dead and not skip_bad:
-        shown = "; ".join(counts.first_dead)
-        raise LogError(
-            f"{counts.dead} events cannot be joined, and nothing was imported: {shown}; correct the log, or "
-            "use --skip-bad to leave such events out"
-        )
+    files.create_tables()  # only now, because a failure must not leave empty ones behind
     commit = files.commit_of(CORRECTIONS)
     try:
         warehouse.corrections.commit(*commit)
@@ -149,6 +146,7 @@ class _LogFiles:
         self.first_dead: list[str] = []
         self._find = find
         self._written: dict[str, list[DataFile]] = {SAMPLES: [], CORRECTIONS: []}
+        self._column_types: dict[str, dict[str, ColumnType]] = {SAMPLES: {}, CORRECTIONS: {}}
         self._next_offsets: dict[Partition, int] = {}
         self._waiting: dict[Partition, list[Record]] = {}
         self._bytes: Counter[Partition] = Counter()
@@ -164,6 +162,21 @@ class _LogFiles:
                 self._bytes[partition] += len(record.value)
                 if self._bytes[partition] >= FILE_BYTES:
                     self._flush(partition)
+
+    def check_dead(self, skip_bad: bool) -> None:
+        """Raises LogError: some events cannot be joined or stored, and they are not skipped."""
+        if self.num_dead and not skip_bad:
+            raise LogError(
+                f"{self.num_dead} events cannot be joined, and nothing was imported: "
+                f"{'; '.join(self.first_dead)}; correct the log, or use --skip-bad to leave such events out"
+            )
+
+    def create_tables(self) -> None:
+        """Create the tables and the columns of the files, and register the schema."""
+        self.warehouse.create()
+        register(self.warehouse.store, self.schema)
+        for topic, column_types in self._column_types.items():
+            self.warehouse.tables[topic].widen(column_types)
 
     def flush(self) -> None:
         for partition in sorted(self._waiting):
@@ -183,11 +196,13 @@ class _LogFiles:
         self._bytes[partition] = 0
         if not records:
             return
+        if isinstance(self.warehouse.store, FileStore):
+            self.warehouse.store.make_root()
         days, dead = rows_by_day(sample_rows if topic == SAMPLES else correction_rows, self.schema, records)
         for one in dead:
             self._dead(f"{topic} of the log: {one.reason}: {one.error}")
         for day, rows in days.items():
-            self.warehouse.tables[topic].widen(rows.column_types)
+            self._column_types[topic] |= rows.column_types
             key = FileKey(
                 table=topic,
                 day=day,

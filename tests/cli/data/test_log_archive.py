@@ -153,10 +153,20 @@ def test_events_that_cannot_be_joined_end_the_import_unless_they_are_skipped(log
     failed = run(log)
     assert failed.exit_code != 0 and "11 events cannot be joined" in str(failed.exception)
     assert "log.jsonl:46: no_request" in str(failed.exception)
-    assert not Warehouse(log / "w").samples.snapshot().files
+    assert not (log / "w").exists()
     result = run(log, "--skip-bad")
     assert result.exit_code == 0 and "11 events that cannot be joined were skipped" in result.stderr
     assert result.stderr.count("no_request") == 10 and TableScan(log / "w").num_requests == 30
+
+
+def test_a_large_log_that_cannot_be_joined_makes_no_table(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty table would look like a warehouse whose samples are lost."""
+    monkeypatch.setattr("roostream.cli.data.log_archive.FILE_BYTES", 1)
+    with (log / "log.jsonl").open("a") as file:
+        file.write(engagement(request_id="x"))
+    assert "nothing was imported" in str(run(log).exception)
+    assert not Warehouse(log / "w").samples.exists() and not Warehouse(log / "w").corrections.exists()
+    assert run(log, "--skip-bad").exit_code == 0 and TableScan(log / "w").num_requests == 30
 
 
 def test_a_bad_line_ends_the_import_unless_bad_lines_are_skipped(log: Path) -> None:
