@@ -34,7 +34,7 @@ def advice(
         *_zero_ids(schema, profile),
         *_tables(schema),
     ]
-    found += _lists(profile)
+    found += [*_lists(profile), *_times(profile)]
     return (
         found
         if positives is None
@@ -112,6 +112,15 @@ def _lists(profile: LogProfile) -> Iterator[str]:
         yield (
             f"{profile.num_anonymous} impressions have neither user_id nor session_id, and 0 counts as none: "
             "no history; if 0 is a user of yours, number users from 1, also in requests"
+        )
+
+
+def _times(profile: LogProfile) -> Iterator[str]:
+    if profile.num_early:
+        yield (
+            f"{profile.num_early} engagements come before their request, by up to "
+            f"{profile.max_early_ms / 1000:,.0f} s; if the times are of different clocks or time zones, "
+            "correct those of the requests or of the engagements"
         )
 
 

@@ -23,12 +23,13 @@ from roostream.wire.block import Columns, Side, columns_of, missing_bits
 _ROWS_AT_ONCE = 4096
 _MAX_ACTIONS = 1000
 _MAX_ORIGINS = 1 << 18
+_MAX_EARLY_MS = 1_000  # an engagement that is earlier than its request by more has the time of another clock
 OTHER = "(more)"
 
 
 class LogProfile:
-    """Call `add` with every event. Memory: a few numbers per feature, and the file positions of the newest
-    262,144 events."""
+    """Call `add` with every event, in time order. Memory: a few numbers per feature, and the file positions
+    and engagement times of the newest 262,144 events."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -36,6 +37,8 @@ class LogProfile:
         self.num_anonymous = self.num_without_user = 0
         self.first_ms = self.last_ms = 0
         self.num_unlogged_clicks = (0, 0)  # before the log begins, and after
+        self.num_early = self.max_early_ms = 0  # engagements more than a second before their request
+        self._engaged_ms: dict[tuple[int, int, str], list[int]] = {}  # user, session, request → times
         self.actions: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
         self.origins = Origins()
@@ -47,7 +50,11 @@ class LogProfile:
         self.first_ms = self.first_ms or event.time_ms
         self.last_ms = event.time_ms
         self.origins.add(event)
+        request = event.user_id, event.session_id, event.request_id
         if not isinstance(event, Request):
+            self._engaged_ms.setdefault(request, []).append(event.time_ms)
+            if len(self._engaged_ms) > _MAX_ORIGINS:
+                del self._engaged_ms[next(iter(self._engaged_ms))]
             action = printable(event.action)
             self.actions[action if action in self.actions or len(self.actions) < _MAX_ACTIONS else OTHER] += 1
             return
@@ -60,6 +67,10 @@ class LogProfile:
         self.lengths[num_rows] += 1
         if ro is not None:
             self._sides["ro"].add(ro, 1)
+            early_ms = [event.time_ms - ms for ms in self._engaged_ms.pop(request, ())]
+            early_ms = [ms for ms in early_ms if ms > _MAX_EARLY_MS]
+            self.num_early += len(early_ms)
+            self.max_early_ms = max(self.max_early_ms, *early_ms, 0)
         self._sides["nro"].add(nro, num_rows)
 
     def features(self) -> dict[str, dict[str, Any]]:

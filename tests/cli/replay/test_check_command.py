@@ -94,6 +94,17 @@ def test_engagements_days_after_their_request_may_need_a_longer_window(tmp_path:
     assert check(tmp_path, *lines, flags=("--window", "3d"))[1]["counts"]["folded"] == 2
 
 
+def test_engagements_more_than_a_second_before_their_request_are_warned_of(tmp_path: Path) -> None:
+    """Lists and engagements of two systems whose clocks or time zones differ."""
+    lines = [(make_engagement(n, -600 if n < 2 else 5), make_impression(n)) for n in range(20)]
+    code, report = check(tmp_path, *(line for pair in lines for line in pair))
+    (warning,) = [text for text in report["warnings"] if "before their request" in text]
+    assert code == 0 and warning.startswith("2 engagements") and "600 s" in warning
+    lines = [(make_impression(n), make_engagement(n, -1 if n < 2 else 5)) for n in range(20)]
+    _, report = check(tmp_path, *(line for pair in lines for line in pair))
+    assert not [text for text in report["warnings"] if "before their request" in text]
+
+
 def test_very_small_and_very_large_numbers_are_readable(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
