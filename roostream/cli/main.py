@@ -206,7 +206,7 @@ def schema_show(file: Path) -> None:
     from roostream.schema.registry import to_toml
     from roostream.schema.schema_file import load_schema
 
-    loaded = load_schema(file)
+    loaded = load_schema(file, needs_features=True)
     click.echo(
         f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False
     )

@@ -16,17 +16,22 @@ from roostream.schema.toml_file import NO_LOCATION, SourceLocation, read_toml
 from roostream.schema.update_rules import take_rule
 
 
-def load_schema(path: str | Path) -> Schema:
+def load_schema(path: str | Path, *, needs_features: bool = False) -> Schema:
     """Read and check a schema TOML.
 
     Raises:
-        SchemaError: names key, value, nearest name, file and line.
+        SchemaError: names key, value, nearest name, file and line. With `needs_features` also if the schema
+        declares no feature, so that no model can be built for it.
     """
     try:
         file = read_toml(path)
     except ConfigError as error:
         raise SchemaError(str(error)) from None
-    return schema_from_dict(file.raw, file.location)
+    schema = schema_from_dict(file.raw, file.location)
+    if needs_features and not (schema.ro or schema.nro):
+        text = "expected at least one [[ro]] or [[nro]] feature, got none; add what a model predicts from"
+        raise SchemaError(f"{file.location.describe()}{text}")
+    return schema
 
 
 def schema_from_dict(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> Schema:

@@ -48,7 +48,7 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     """
     check_report(config.report)
     replay = config.replay()
-    schema = load_schema(replay.schema_path)
+    schema = load_schema(replay.schema_path, needs_features=True)
     with progress_bar("reading times"):
         log = open_log(replay, schema)
     topics, delays = LocalTopics(schema), EngagementDelays()

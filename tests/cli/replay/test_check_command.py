@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from roostream.cli.main import cli
 from roostream.cli.replay import check_command
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, SchemaError, UnavailableError
 from roostream.replay.config import CheckConfig
 from roostream.runtime.program import Stop
 
@@ -194,6 +195,17 @@ def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", "--schema", str(tmp_path / "s.toml"), *paths], standalone_mode=False)
     assert ended.value.code == 0 and "click 1" in capfd.readouterr().out
+
+
+def test_a_schema_without_features_is_refused(tmp_path: Path) -> None:
+    """No model can be built for it, so a replay refuses it, too."""
+    (tmp_path / "s.toml").write_text('[[label]]\nname = "click"\naction = "click"\n')
+    (tmp_path / "log.jsonl").write_text(json.dumps(make_impression(0)))
+    config = CheckConfig(schema=str(tmp_path / "s.toml"), log=(str(tmp_path / "log.jsonl"),))
+    with pytest.raises(SchemaError, match=r"s\.toml: expected at least one \[\[ro\]\] or \[\[nro\]\]"):
+        check_command.check(config, Stop())
+    shown = CliRunner().invoke(cli, ["schema", "show", str(tmp_path / "s.toml")])
+    assert isinstance(shown.exception, SchemaError) and not shown.stdout
 
 
 def test_a_log_that_cannot_be_checked_is_refused(tmp_path: Path) -> None:
