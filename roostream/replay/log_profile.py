@@ -23,13 +23,14 @@ from roostream.wire.block import Columns, Side, columns_of, missing_bits
 _ROWS_AT_ONCE = 4096
 _MAX_ACTIONS = 1000
 _MAX_ORIGINS = 1 << 18
+_MAX_ENGAGED = 1 << 16
 _MAX_EARLY_MS = 1_000  # an engagement that is earlier than its request by more has the time of another clock
 OTHER = "(more)"
 
 
 class LogProfile:
-    """Call `add` with every event, in time order. Memory: a few numbers per feature, and the file positions
-    and engagement times of the newest 262,144 events."""
+    """Call `add` with every event, in time order. Memory: a few numbers per feature, the file positions of
+    the newest 262,144 events, and the engagement times of the newest 65,536 requests."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -53,7 +54,7 @@ class LogProfile:
         request = event.user_id, event.session_id, event.request_id
         if not isinstance(event, Request):
             self._engaged_ms.setdefault(request, []).append(event.time_ms)
-            if len(self._engaged_ms) > _MAX_ORIGINS:
+            if len(self._engaged_ms) > _MAX_ENGAGED:
                 del self._engaged_ms[next(iter(self._engaged_ms))]
             action = printable(event.action)
             self.actions[action if action in self.actions or len(self.actions) < _MAX_ACTIONS else OTHER] += 1
