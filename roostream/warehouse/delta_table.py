@@ -174,8 +174,11 @@ class WarehouseTable:
                     deltalake.DeltaTable(self.url, version=version, storage_options=self._options)
                 )
             except TableNotFoundError:
+                if version is None or not self._exists():
+                    raise
                 raise CheckpointError(
-                    f"{self.url} is no table; check that an archiver has written there"
+                    f"{self.url}: expected version {version}, but the log has deleted it by its age; read a "
+                    "newer version"
                 ) from None
 
     def widen(self, column_types: Mapping[str, ColumnType]) -> list[str]:
@@ -248,13 +251,14 @@ class WarehouseTable:
 
         Raises:
             UnavailableError: the location cannot be read or written.
-            CheckpointError: there is no such table, or its log is damaged.
+            CheckpointError: there is no such table, or its log is damaged, also at one of `keep_versions`;
+            nothing was deleted.
         """
         if not dry_run:
             self._keep_removals(retention_hours)
         with self._translating_errors("swept"):
             log = self._newest()
-            keep = [version for version in sorted(set(keep_versions)) if self._is_readable(version)]
+            keep = [v for v in sorted(set(keep_versions)) if self._has_version(v, log.version())]
             deletable = partial(
                 log.vacuum, dry_run=True, enforce_retention_duration=False, keep_versions=keep or None
             )
@@ -280,16 +284,18 @@ class WarehouseTable:
 
         self._retry(attempt)
 
-    def _is_readable(self, version: int) -> bool:
-        """Whether a pinned version exists. A pin of one that does not protects nothing."""
-        try:
-            deltalake.DeltaTable(self.url, version=version, storage_options=self._options)
-        except (DeltaError, OverflowError) as error:
-            if isinstance(error, DeltaError) and not any(word in str(error) for word in _DAMAGE):
-                raise
-            log.warning("%s: a pin names version %d, which does not exist; it is ignored", self.url, version)
-            return False
-        return True
+    def _has_version(self, version: int, newest: int) -> bool:
+        """Whether a pinned version exists. A pin of one that does not protects nothing. Raises DeltaError: it
+        exists and cannot be read, so it is unknown which files it needs."""
+        if 0 <= version <= newest:
+            try:
+                deltalake.DeltaTable(self.url, version=version, storage_options=self._options)
+            except TableNotFoundError:
+                pass  # the log deletes its old entries
+            else:
+                return True
+        log.warning("%s: a pin names version %d, which does not exist; it is ignored", self.url, version)
+        return False
 
     def _retry(self, attempt: Callable[[deltalake.DeltaTable], None]) -> None:
         """Call `attempt` with the newest version; repeat while other programs commit at the same time. Raises

@@ -261,6 +261,37 @@ def test_a_pin_of_a_version_that_does_not_exist_does_not_stop_the_vacuum(
     assert table.vacuum(1, pinned_versions(store, "samples", 1_000)) == [orphan.path]
 
 
+def table_with_checkpoints(location: Path) -> WarehouseTable:
+    """A table with an orphan, and checkpoints of its log at versions 19 and 39."""
+    table = open_table(location)
+    os.utime(location / "samples" / write_file(location, 0, 4).path, (0, 0))
+    for n in range(45):
+        table.commit([], progress={"samples/t/0": ProgressStep(n or None, n + 1)})
+    return table
+
+
+def test_a_pin_of_a_version_that_the_log_has_deleted_does_not_stop_the_vacuum(tmp_path: Path) -> None:
+    table = table_with_checkpoints(tmp_path)
+    for number in range(19):
+        (tmp_path / f"samples/_delta_log/{number:020}.json").unlink()
+    with pytest.raises(CheckpointError, match="version 5"):
+        table.snapshot(5)
+    assert len(table.vacuum(1, {5, 25})) == 1
+
+
+@pytest.mark.parametrize("name", ["25.json", "19.checkpoint.parquet"])
+def test_a_vacuum_deletes_nothing_while_a_pinned_version_cannot_be_read(tmp_path: Path, name: str) -> None:
+    table = table_with_checkpoints(tmp_path)
+    number, dot, suffix = name.partition(".")
+    file = tmp_path / f"samples/_delta_log/{int(number):020}{dot}{suffix}"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        table.vacuum(1, {27})
+    file.write_bytes(whole)
+    assert len(table.vacuum(1, {27})) == 1
+
+
 def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     pin_version(store, "a", VersionPin("samples", 3, 5_000))
