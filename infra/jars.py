@@ -120,10 +120,22 @@ def _install(path: Path, sha256: str, file: Path) -> None:
         raise SetupError(
             f"{path.name}: expected sha256 {sha256}, got {got}; the download is damaged, run it again"
         )
+    replace_file(path, file)
+
+
+def replace_file(path: Path, new: Path) -> None:
+    """Copy `new` to `path` in one step: a program that has the old file open keeps it, and another set-up may
+    replace the file at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    shutil.copyfile(file, temporary)
-    os.replace(temporary, path)
+    with tempfile.TemporaryDirectory(prefix="new-", dir=path.parent) as folder:
+        os.replace(shutil.copyfile(new, Path(folder) / path.name), path)
+
+
+def other_versions(jars: list[Jar], root: Path = JARS) -> list[Path]:
+    """Installed files with other versions of `jars`, of an earlier list. A classpath must not have both."""
+    wanted = {jar.path(root) for jar in jars}
+    found = (old for jar in jars for old in jar.path(root).parent.glob(f"{jar.artifact}-[0-9]*.jar"))
+    return [old for old in found if old not in wanted]
 
 
 def find_java(chosen: str = "") -> Path:

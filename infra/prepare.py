@@ -110,12 +110,15 @@ def stamp(name: str, value: str) -> None:
 
 
 def fetch_jars(console: Console) -> None:
-    """Download the jars of jars.sha256 that are missing.
+    """Download the jars of jars.sha256 that are missing, and delete other versions of them.
 
     Raises:
         SetupError: a jar can't be downloaded or has another hash. The jars before it stay.
     """
-    missing = jars.missing(jars.read_list())
+    wanted = jars.read_list()
+    for old in jars.other_versions(wanted):
+        old.unlink(missing_ok=True)
+    missing = jars.missing(wanted)
     if not missing:
         return
     started_s = time.monotonic()
@@ -138,15 +141,16 @@ def compile_operator(console: Console) -> None:
         return
     started_s = time.monotonic()
     cached = CACHE / f"operator-{key[:32]}.jar"
-    if _is_intact(cached):
-        shutil.copyfile(cached, OPERATOR_JAR)
-    else:
-        with tempfile.TemporaryDirectory(prefix="roostream-classes-") as folder:
-            classes = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="roostream-classes-") as folder:
+        classes, jar = Path(folder) / "classes", cached
+        if not _is_intact(cached):
+            classes.mkdir()
             compile_java(sources, libraries, classes)
             entries = {path: str(path.relative_to(classes)) for path in sorted(classes.rglob("*.class"))}
-            write_zip(OPERATOR_JAR, entries, manifest="Manifest-Version: 1.0\r\n\r\n")
-        _keep_in_cache(OPERATOR_JAR, cached)
+            write_zip(jar := Path(folder) / cached.name, entries, manifest="Manifest-Version: 1.0\r\n\r\n")
+            _keep_in_cache(jar, cached)
+        (STAMPS / "operator").unlink(missing_ok=True)  # it is not of the new file
+        jars.replace_file(OPERATOR_JAR, jar)
     stamp("operator", key)
     console.print(f"Java classes: {time.monotonic() - started_s:.0f} s")
 
@@ -229,13 +233,11 @@ def write_byte_code(console: Console) -> None:
 
 def write_zip(path: Path, entries: dict[Path, str], manifest: str = "") -> None:
     """The same files give the same bytes: each entry has the date 1980-01-01."""
-    temporary = path.with_suffix(".new")
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         if manifest:
             archive.writestr(zipfile.ZipInfo("META-INF/MANIFEST.MF"), manifest)
         for file, name in entries.items():
             archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
-    os.replace(temporary, path)
 
 
 def _is_intact(archive: Path) -> bool:

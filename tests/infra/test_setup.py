@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,23 @@ def test_a_verified_jar_is_not_fetched_again(tmp_path: Path) -> None:
     jars.fetch_all([JAR], tmp_path, fetch(CONTENT))
     assert (tmp_path / "kafka" / "thing-1.0.jar").read_bytes() == CONTENT
     assert jars.missing([JAR], tmp_path) == []
+
+
+def test_several_set_ups_at_once_install_the_same_jar(tmp_path: Path) -> None:
+    content = bytes(8 << 20)
+    jar = Jar(hashlib.sha256(content).hexdigest(), len(content), "group", "thing", "1.0")
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(lambda _: jars.fetch_all([jar], tmp_path, fetch(content)), range(4)))
+    assert [path.name for path in (tmp_path / "kafka").iterdir()] == ["thing-1.0.jar"]
+    assert jars.missing([jar], tmp_path) == []
+
+
+def test_an_earlier_version_of_a_jar_leaves_the_classpath(tmp_path: Path) -> None:
+    for name in ("thing-0.9.jar", "thing-1.0.jar", "thing-more-0.9.jar", "other-1.0.jar"):
+        (tmp_path / "kafka" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "kafka" / name).touch()
+    assert jars.other_versions([JAR], tmp_path) == [tmp_path / "kafka" / "thing-0.9.jar"]
 
 
 def test_a_damaged_download_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -202,6 +221,36 @@ def test_compiled_kernels_are_restored_from_the_users_cache(
         monkeypatch.chdir(tmp_path / checkout)
         prepare.compile_kernels(Console(quiet=True), ("wire",))
     assert (tmp_path / "second" / "package" / "__pycache__" / "kernels.nbi").read_bytes() == b"compiled"
+
+
+def test_a_set_up_that_ends_early_leaves_no_stamp_of_other_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stamp says which sources the jar has. The next set-up may have the sources of before."""
+    from rich.console import Console
+
+    for name in ("CACHE", "STAMPS", "JAVA_SOURCES"):
+        monkeypatch.setattr(prepare, name, tmp_path / name.lower())
+    monkeypatch.setattr(prepare, "OPERATOR_JAR", tmp_path / "operator.jar")
+    source = tmp_path / "java_sources" / "A.java"
+    source.parent.mkdir()
+
+    def compile_java(sources: list[Path], _: object, classes: Path) -> None:
+        (classes / "A.class").write_bytes(sources[0].read_bytes())
+
+    def die(*_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "compile_java", compile_java)
+    for text, is_killed in (("old", False), ("new", True), ("old", False)):
+        source.write_text(text)
+        with monkeypatch.context() as patched:
+            if is_killed:
+                patched.setattr(prepare, "stamp", die)
+            with pytest.raises(KeyboardInterrupt) if is_killed else contextlib.nullcontext():
+                prepare.compile_operator(Console(quiet=True))
+    with zipfile.ZipFile(tmp_path / "operator.jar") as jar:
+        assert jar.read("A.class") == b"old"
 
 
 @pytest.mark.parametrize(
