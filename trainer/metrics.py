@@ -149,7 +149,7 @@ CONTROLLER = {
     "roostream_controller_held": MetricSpec("1 while training is on hold", ("kind",)),
     "roostream_controller_history_left_records": MetricSpec("historical samples that are not committed"),
     "roostream_controller_topic_problems": MetricSpec(
-        "topics with partitions that nobody reads, and topics that were deleted or created again"
+        "topics with partitions that nobody reads, deleted or created again, or compacted"
     ),
     "roostream_controller_readers": MetricSpec("connected and wanted reader programs", ("what",)),
     "roostream_controller_splits_wanted": MetricSpec("splits that workers wait for"),

@@ -55,7 +55,11 @@ class Rights:
 
 RIGHTS = {
     "shard": Rights(reads=(topics.ROWS,), writes=(topics.ROWS,), group=f"{topics.ROWS}-shard"),
-    "controller": Rights(reads=(topics.SAMPLES, topics.CORRECTIONS), sees=(topics.ROWS,), group="controller"),
+    "controller": Rights(
+        reads=(topics.SAMPLES, topics.CORRECTIONS),
+        sees=tuple(t for t in TOPICS if t not in (topics.SAMPLES, topics.CORRECTIONS)),  # it watches all
+        group="controller",
+    ),
     "worker": Rights(
         reads=(topics.SAMPLES, topics.CORRECTIONS),
         writes=(topics.PREDICTIONS, topics.DEAD_LETTERS),

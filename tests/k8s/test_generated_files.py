@@ -52,6 +52,11 @@ def test_kafka_users_have_only_the_listed_rights() -> None:
         }
 
 
+def test_the_controller_may_describe_every_topic_that_it_watches() -> None:
+    rights = RIGHTS["controller"]
+    assert {*rights.reads, *rights.writes, *rights.sees} == set(TOPICS)
+
+
 def test_overlays_contain_the_demo_schema() -> None:
     demo = (ROOT / "roostream/replay/schemas/demo.toml").read_text(encoding="utf-8")
     assert [(K8S / f"overlays/{o}/schema.toml").read_text(encoding="utf-8") for o in ("dev", "prod")] == [

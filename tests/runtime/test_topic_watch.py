@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ConfigEntry
 
 from roostream.errors import UnavailableError
 from roostream.runtime.kafka import clients
@@ -27,11 +27,21 @@ class FakeAdmin:
         self.numbers = {f"p.{topic}": partitions_of(topic, 4) for topic in TOPICS}
         self.ids = {name: f"id of {name}" for name in self.numbers}
         self.is_unavailable = False
+        self.refused: set[str] = set()  # the user has no rights to these
+        self.policies = dict.fromkeys(self.numbers, "delete")
+
+    def describe_configs(self, resources: Any, **_: Any) -> dict[Any, Future[Any]]:
+        futures: dict[Any, Future[Any]] = {resource: Future() for resource in resources}
+        for resource, future in futures.items():
+            future.set_result({"cleanup.policy": ConfigEntry("cleanup.policy", self.policies[resource.name])})
+        return futures
 
     def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
         futures: dict[str, Future[Any]] = {name: Future() for name in topics.topic_names}
         for name, future in futures.items():
-            if self.is_unavailable or name not in self.numbers:
+            if name in self.refused:
+                future.set_exception(KafkaException(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "no")))
+            elif self.is_unavailable or name not in self.numbers:
                 code = clients.TRANSPORT if self.is_unavailable else KafkaError.UNKNOWN_TOPIC_OR_PART
                 future.set_exception(KafkaException(KafkaError(code, "no")))
             else:
@@ -80,6 +90,28 @@ def test_a_topic_that_was_deleted_or_created_again_is_reported() -> None:
     for _ in range(2):
         watch.check()
         assert "created again" in watch.problems()[f"p.{SAMPLES}"]
+
+
+def test_a_topic_that_is_compacted_while_programs_run_is_reported() -> None:
+    fake_admin = FakeAdmin()
+    watch = watch_of(fake_admin)
+    fake_admin.policies[f"p.{SAMPLES}"] = "compact,delete"
+    watch.check()
+    assert "cleanup.policy = compact,delete" in watch.problems()[f"p.{SAMPLES}"]
+    fake_admin.policies[f"p.{SAMPLES}"] = "delete"
+    watch.check()
+    assert watch.problems() == {}
+
+
+def test_a_topic_that_the_user_may_not_describe_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    fake_admin = FakeAdmin()
+    fake_admin.refused = {f"p.{TOPICS[0]}"}
+    fake_admin.numbers[f"p.{SAMPLES}"] = 5
+    watch = watch_of(fake_admin)
+    for _ in range(2):
+        watch.check()
+    assert watch.problems().keys() == {f"p.{SAMPLES}"}
+    assert caplog.text.count(f"topic p.{TOPICS[0]} is not watched") == 1
 
 
 def test_dead_letters_have_one_partition_whatever_the_setting() -> None:
