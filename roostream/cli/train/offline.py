@@ -54,6 +54,7 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import open_registry
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.config import ReadersConfig
@@ -142,6 +143,11 @@ def _check_session(config: TrainConfig, table: SampleTable, schema: Schema, sess
     if (newest := max(session.rows)) >= config.partitions:
         raise ConfigError(
             f"expected partitions = {newest + 1} or more, as in the archive, got {config.partitions}"
+        )
+    if not config.schema and open_registry(table.warehouse.store)(schema.fingerprint) is None:
+        raise ConfigError(
+            f"{config.warehouse_url}: expected --schema FILE, because no sample there has the demo's schema; "
+            "give the schema that the samples were written with, or one that follows it"
         )
     table.check_reader(session, schema)
 

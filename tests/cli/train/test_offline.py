@@ -196,6 +196,7 @@ def test_a_held_training_ends_with_its_reason_and_goes_on_after_the_repair(folde
         ({"partitions": 1}, "expected partitions = 2 or more,"),
         ({"warehouse": "nowhere"}, "is no table"),
         ({"model": "nowhere.toml"}, "nowhere.toml"),
+        ({"schema": ""}, "expected --schema FILE"),
     ],
 )
 def test_untrainable_input_is_refused_and_no_home_is_made(
