@@ -216,7 +216,7 @@ def test_a_controller_waits_for_the_archive_of_its_own_stack(
     [
         (None, ["job0", "job1", "job2", "job3"]),
         ([], ["job1", "job2"]),
-        ([{"name": JOB_NAME, "state": "RUNNING"}], ["job0", "job1", "job2", "job3"]),
+        ([{"jid": "a" * 32, "name": JOB_NAME, "state": "RUNNING"}], ["job0", "job1", "job2", "job3"]),
     ],
     ids=["no answer", "no job", "a running job"],
 )
