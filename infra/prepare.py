@@ -250,8 +250,8 @@ def _is_intact(archive: Path) -> bool:
 
 
 def _keep_in_cache(file: Path, cached: Path) -> None:
-    """Copy a file to the user's cache and delete old versions of it. A cache that can't be written is not an
-    error."""
+    """Copy a file to the user's cache and delete old versions of it. If the cache cannot be written, nothing
+    is copied."""
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         temporary = cached.with_suffix(f".{os.getpid()}")

@@ -52,7 +52,8 @@ class KafkaSink:
         self._error = ""
 
     def write(self, outputs: Sequence[Output]) -> None:
-        """Queue records; may block while the queue is full. Raises UnavailableError: it gave up."""
+        """Queue records for Kafka. Waits while the queue is full. Raises UnavailableError: the program is
+        stopping and cannot wait; the records that were queued may still be delivered."""
         for output in outputs:
             clients.send(
                 self._producer,

@@ -84,8 +84,8 @@ class PendingStep:
 
 
 class GradientBarrier:
-    """Collects the pushes of a shard's open step, and applies them together. `lock` is the shard's lock: it
-    guards all state here."""
+    """Collects the pushes that workers send to a shard for one step, and applies them together. `lock` is
+    that of the shard and protects this object; each method says whether its caller must hold it."""
 
     def __init__(self, lock: threading.Lock, wait_s: float = PUSH_WAIT_S) -> None:
         self.wait_s = wait_s

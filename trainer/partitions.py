@@ -153,7 +153,7 @@ class PartitionStates:
             update_each(metrics, index_R, ScoredBatch(*columns, batch.schema.labels, weight_R))
 
     def metrics(self) -> Metrics:
-        """Merged metrics of all partitions since the beginning."""
+        """Metrics over all partitions together, since training began."""
         return _merged(
             [state.metrics for state in self._states.values()], [label.name for label in self.labels]
         )

@@ -211,8 +211,8 @@ class ProfileRecorder:
 
 
 def name_of(feature: str, table: str, dim: int) -> str:
-    """The name of a profile's object in the store. Of a longer one than a store takes, a checksum replaces
-    the end."""
+    """The name of a profile's object in the store. A name that is too long for a store is cut, and ends in a
+    checksum of the whole name."""
     name = f"{feature}.{table}.{dim}"
     if len(name) > _MAX_NAME:
         name = f"{name[: _MAX_NAME - 17]}-{checksum_of(name.encode())}"

@@ -138,7 +138,8 @@ class DemoDisplay:
         return self.record(self.monitor.sample(self.stack_file["programs"]))
 
     def sample_last(self, clock: Clock | None = None) -> None:
-        """Sample for the summary. A reading that could not be taken is taken again, for at most 10 s."""
+        """Read the status for the summary at the end. While a value is unknown, read it again, for at most
+        10 s."""
         clock = clock or SystemClock()
         end_s = clock.monotonic_s() + _LAST_SAMPLE_S
         while _has_unknown(self.sample()) and clock.monotonic_s() < end_s:

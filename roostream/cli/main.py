@@ -298,10 +298,10 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
-    """The console entry point.
+    """Run the command of `sys.argv`.
 
-    Output that cannot be written is an error of the user. Only a pipe that nobody reads any more ends the
-    command quietly, with exit code 1.
+    If standard output cannot be written, for example on a full disk, the command ends with a message and
+    exit code 2. If it is a pipe whose reader has ended, the command ends without one, with exit code 1.
     """
     if sys.stdin is None:  # and the next file that is opened would be read as standard input
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115

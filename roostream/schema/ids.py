@@ -39,8 +39,9 @@ def item_id(value: int | str) -> int:
 
 
 def other_id_form(item: int, shown: Iterable[int]) -> str:
-    """A hint for an error message, if an id that is not among `shown` occurs there in its other form: as the
-    text "5" or "5.0" for the integer 5, or the reverse; else "". All ids are uint64."""
+    """A hint for the message about an id that is not among `shown`. A log may write one id both as the
+    integer 5 and as the text "5" or "5.0", which are different ids. "" if the other form of `item` was not
+    shown either. All ids are uint64."""
     known = set(shown)
     for number, text in _texts(item):
         if hash64(text) in known:

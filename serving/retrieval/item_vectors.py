@@ -235,7 +235,7 @@ class ItemVectorUpdater:
         return "" if self._current or self.num_refused else "vectors of items"
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop`."""
+        """Call `turn` again and again, with a pause between, until `stop` is set."""
         while not stop.is_set():
             self.turn(stop)
             self.clock.sleep(TURN_S, stop)

@@ -10,8 +10,8 @@ from typing import Any
 
 class FakeFlink:
     """A server on a free port. `answers` maps a path to its JSON answer or an error status; other paths give
-    404. `posted` maps a path to the JSON body last posted there; `cancelled` has the
-    paths that were patched."""
+    404. `posted` maps a path to the JSON body last posted there; `cancelled` lists the paths of PATCH
+    requests."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}

@@ -35,6 +35,7 @@ from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.scored_lists import LoggedList, of_file, of_topic
 from roostream.errors import CheckpointError, ConfigError, RoostreamError, SetupError
 from roostream.wire.batch import Batch
+from roostream.wire.block import Side
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
 from serving.scorer import Version, probabilities
@@ -361,7 +362,8 @@ class _Trial:
 
 
 def _floats(batch: Batch) -> Iterator[tuple[str, int, str]]:
-    """(side, column, name)."""
-    for side in ("ro", "nro"):
-        for at, feature in enumerate(batch.schema.floats("ro" if side == "ro" else "nro")):
+    """All float features: (`ro` or `nro`, column in the batch's array of that side, name)."""
+    sides: tuple[Side, Side] = ("ro", "nro")
+    for side in sides:
+        for at, feature in enumerate(batch.schema.floats(side)):
             yield side, at, feature.name

@@ -172,7 +172,8 @@ def _is_logits(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _are_probabilities(subject: _CheckedModel) -> bool:
-    """Whether all results lie in 0..1, and some between, also with large weights of either sign."""
+    """Whether the model seems to return probabilities instead of logits: all results are from 0 to 1, also
+    with all weights times 30, and some are strictly between."""
     model = subject.copy()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,5 +1,5 @@
-"""Recording which rows a session reads, and reading them again with two readers in turns: what a change of
-the reader costs.
+"""Records which rows a session reads, and reads them again with two readers in alternating turns, to measure
+what a change of the reader costs.
 
 Which files, days, row groups and features are read determines a reader's speed, so recorded reads are used
 instead of made-up ones (DPP, VLDB 2022, §VI-B). Nothing is trained; a batch is only inspected.
