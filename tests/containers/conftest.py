@@ -1,4 +1,4 @@
-"""Images and nodes for the tests of containers."""
+"""Images and clusters for the tests of containers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.containers.deployment import KAFKA_IMAGE
 from tests.containers.docker import TARGETS, build_image, docker
-from tests.containers.kubernetes_node import KubernetesNode
+from tests.containers.kubernetes_cluster import KubernetesCluster
 
-_TOOLS = ("containerd", "ctr", "iptables", "ip", "kubectl")
+_TOOLS = ("containerd", "ctr", "ipset", "iptables", "ip", "kubectl")
 
 
 @pytest.fixture(scope="session")
@@ -24,16 +25,18 @@ def images() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def node(images: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesNode]:
-    """A node with our images, the definitions of operators, and Kafka."""
+def cluster(
+    request: pytest.FixtureRequest, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KubernetesCluster]:
+    """A cluster of the module's number of NODES with our images and the definitions of operators."""
     if os.geteuid() or any(shutil.which(tool) is None for tool in _TOOLS):
-        pytest.skip(f"a node needs root, and {', '.join(_TOOLS)} on PATH")
+        pytest.skip(f"nodes need root, and {', '.join(_TOOLS)} on PATH")
     if not Path("/usr/lib/cni/ptp").exists():
-        pytest.skip("a node needs /usr/lib/cni, of Debian's package containernetworking-plugins")
-    with KubernetesNode(tmp_path_factory.mktemp("node")) as node:
+        pytest.skip("nodes need /usr/lib/cni, of Debian's package containernetworking-plugins")
+    with KubernetesCluster(tmp_path_factory.mktemp("cluster"), request.module.NODES) as cluster:
         for variable, target in TARGETS.items():
-            node.import_image(images[variable], f"registry.example.org/{target}:0.1.0")
-        node.import_image("docker.io/library/redis:7.4", "docker.io/library/redis:7.2.5")
-        node.install_definitions()
-        node.start_kafka()
-        yield node
+            cluster.import_image(images[variable], f"registry.example.org/{target}:0.1.0")
+        cluster.import_image("docker.io/library/redis:7.4", "docker.io/library/redis:7.2.5")
+        cluster.import_image(KAFKA_IMAGE, KAFKA_IMAGE)
+        cluster.install_definitions()
+        yield cluster

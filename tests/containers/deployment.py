@@ -1,28 +1,30 @@
-"""A deployment in a namespace of a node, and what operators would make for it."""
+"""A deployment in a namespace of a cluster, and what operators and an administrator would make for it."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
-import ssl
 import subprocess
 import sys
-import urllib.request
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from infra.jars import find_java, java_home
 from roostream.runtime.flink_rest import pyflink_home
-from serving.client.client import ServingClient
-from tests.containers.kubernetes_node import ADDRESS, KAFKA_HOST, KAFKA_PORT, LOCAL_KAFKA_PORT, KubernetesNode
+from tests.containers.kubernetes_cluster import KubernetesCluster
 from tests.k8s.manifests import find_object, of_kind, workloads
+from tests.k8s.network import Endpoint, allows
 from tests.k8s.simulated_nodes import is_ready
 
 NAMESPACE = "roostream"
+KAFKA, KAFKA_PORT, PLAIN_KAFKA_PORT = "roostream-kafka-bootstrap", 9093, 19092
+KAFKA_IMAGE = "docker.io/apache/kafka:4.2.0"
 FLINK_OPERATOR = os.environ.get("FLINK_OPERATOR", "")
 """The folder with the sources of Flink's operator, in which `mvn package` has run; "" = Flink's client
 deploys the joiner."""
@@ -61,70 +63,192 @@ def set_variable(objects: Objects, component: str, name: str, value: str) -> Non
     container.setdefault("env", []).append({"name": name, "value": value})
 
 
-def read_metrics(host: str) -> str:
-    """The metrics of a program; "" = it does not answer now."""
+_KAFKA = f"""
+process.roles=broker,controller
+node.id=1
+controller.quorum.voters=1@127.0.0.1:19094
+controller.listener.names=CONTROLLER
+listeners=TLS://:{KAFKA_PORT},PLAIN://:{PLAIN_KAFKA_PORT},CONTROLLER://127.0.0.1:19094
+advertised.listeners=TLS://{KAFKA}:{KAFKA_PORT},PLAIN://POD_IP:{PLAIN_KAFKA_PORT}
+listener.security.protocol.map=TLS:SSL,PLAIN:PLAINTEXT,CONTROLLER:PLAINTEXT
+inter.broker.listener.name=PLAIN
+ssl.keystore.type=PEM
+ssl.keystore.location=/etc/kafka-settings/broker.pem
+ssl.truststore.type=PEM
+ssl.truststore.location=/etc/kafka-settings/authority.pem
+ssl.client.auth=required
+auto.create.topics.enable=false
+offsets.topic.replication.factor=1
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+transaction.max.timeout.ms=3600000
+message.max.bytes=8388608
+log.dirs=/data/kafka
+"""
+_START_KAFKA = """
+sed "s/POD_IP/$POD_IP/" /etc/kafka-settings/server.properties > /data/server.properties
+export CLASSPATH='/opt/kafka/libs/*'
+java kafka.tools.StorageTool format -t 5L6g3nShT-eMCtK--X86sw -c /data/server.properties
+exec java -Xmx512m kafka.Kafka /data/server.properties
+"""
+_RANK = """
+import ssl, sys
+from serving.client.client import ServingClient
+url, key, authority = sys.argv[1:]
+tls = ssl.create_default_context(cadata=authority) if authority else None
+with ServingClient(url, key=key, tls=tls) as client:
+    for user in range(1, 51):
+        candidates = [{"item_id": item} for item in range(1, 21)]
+        assert len(client.rank({"user_id": user, "candidates": candidates}).scores) == 20
+"""
+_CONNECT = """
+import json, socket, sys
+def connects(address):
     try:
-        with urllib.request.urlopen(f"http://{host}:9090/metrics", timeout=10) as answer:
-            return str(answer.read().decode())
-    except (OSError, http.client.HTTPException):
-        return ""
+        socket.create_connection(address, 3).close()
+        return True
+    except OSError:
+        return False
+print(json.dumps([connects(tuple(address)) for address in json.loads(sys.argv[1])]))
+"""
+_READ = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())"
 
 
 class Deployment:
     """`folder` is for files of the test."""
 
-    def __init__(self, node: KubernetesNode, folder: Path) -> None:
-        self.node, self.folder = node, folder
+    def __init__(self, cluster: KubernetesCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
 
     def make_namespace(self, objects: Objects) -> None:
-        assert self.node.apply(tuple(of_kind(objects, "Namespace"))).returncode == 0
+        """The namespace, and one of a gateway that may ask serving."""
+        name = {"name": "gateway", "labels": {"roostream.dev/clients": "true"}}
+        clients = {"apiVersion": "v1", "kind": "Namespace", "metadata": name}
+        self.apply((*of_kind(objects, "Namespace"), clients))
 
     def make_secret(self, name: str, **values: str | Path) -> None:
         """Make a Secret of literals and files. In the names of keys, `__` stands for a dot."""
         options = (
-            f"--from-file={key.replace('__', '.')}={value}"
-            if isinstance(value, Path)
-            else f"--from-literal={key}={value}"
+            f"--from-{'file' if isinstance(value, Path) else 'literal'}={key.replace('__', '.')}={value}"
             for key, value in values.items()
         )
-        self.node.kubectl("create", "-n", NAMESPACE, "secret", "generic", name, *options)
+        self.cluster.kubectl("create", "-n", NAMESPACE, "secret", "generic", name, *options)
 
     def make_kafka(self, objects: Objects, partitions: int) -> None:
-        """Kafka's address, the Secrets of its users, and the topics, as Strimzi makes them."""
-        self.name_host(KAFKA_HOST, KAFKA_PORT)
-        self.make_secret("roostream-cluster-ca-cert", ca__crt=self.node.authority.pem)
+        """One broker behind TLS, its policy, Secrets of its users, as Strimzi makes them, and the topics.
+        The broker also listens without TLS, for the node on which it runs."""
+        kafka = find_object(objects, "Kafka", "roostream")
+        (listener,) = kafka["spec"]["kafka"]["listeners"]
+        labels = {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}
+        policy = {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": "roostream-network-policy-kafka", "namespace": NAMESPACE},
+            "spec": {
+                "podSelector": {"matchLabels": labels},
+                "policyTypes": ["Ingress"],
+                "ingress": [{"from": listener["networkPolicyPeers"], "ports": [{"port": listener["port"]}]}],
+            },
+        }
+        certificate, key = (Path(file).read_text(encoding="utf-8") for file in self._issue("broker", KAFKA))
+        authority = self.cluster.authority.pem
+        settings = {"server__properties": _KAFKA, "broker__pem": key + certificate}
+        self.make_secret("kafka-settings", **settings, authority__pem=authority)
+        self.make_secret("roostream-cluster-ca-cert", ca__crt=authority)
         for user in of_kind(objects, "KafkaUser"):
             name = user["metadata"]["name"]
-            certificate, key = map(Path, self.node.authority.issue(name))
-            self.make_secret(name, user__crt=certificate, user__key=key)
-        kafka = ("--kafka", f"127.0.0.1:{LOCAL_KAFKA_PORT}", "--partitions", str(partitions))
-        command = (sys.executable, "-m", "roostream.cli.main", "topics", "create", *kafka)
-        self.node.until(
-            lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0, "topics exist"
-        )
+            certificate_file, key_file = self._issue(name)
+            self.make_secret(name, user__crt=certificate_file, user__key=key_file)
+        container = {
+            "name": "kafka",
+            "image": KAFKA_IMAGE,
+            "command": ["/bin/bash", "-ec", _START_KAFKA],
+            "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+            "readinessProbe": {"tcpSocket": {"port": KAFKA_PORT}},
+            "volumeMounts": [
+                {"name": "settings", "mountPath": "/etc/kafka-settings"},
+                {"name": "data", "mountPath": "/data"},
+            ],
+        }
+        volumes = [
+            {"name": "settings", "secret": {"secretName": "kafka-settings", "defaultMode": 0o440}},
+            {"name": "data", "emptyDir": {}},
+        ]
+        self.start_pod(KAFKA, container, volumes, KAFKA_PORT, labels)
+        self.apply((policy,))
+        create = ("topics", "create", "--partitions", str(partitions))
+        self.cluster.until(lambda: self.runs_with_kafka(*create), "topics exist")
 
-    def name_host(self, name: str, port: int) -> None:
-        """Make a Service, under whose name pods reach a port of the node."""
-        named = {"name": "port", "port": port}
-        slice_ = {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {
-                "name": f"{name}-1",
-                "namespace": NAMESPACE,
-                "labels": {"kubernetes.io/service-name": name},
+    def _issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
+        certificate, key = self.cluster.authority.issue(name, *hosts)
+        return Path(certificate), Path(key)
+
+    def runs_with_kafka(self, *words: str) -> bool:
+        """Whether a command of `roostream` ends with success, on the node of the broker."""
+        pod = self.pod(KAFKA)
+        if not (address := pod.get("status", {}).get("podIP")):
+            return False
+        command = (sys.executable, "-m", "roostream.cli.main", *words)
+        command = (*command, "--kafka", f"{address}:{PLAIN_KAFKA_PORT}")
+        command = self.cluster.node_of(pod).inside(*command)
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    def start_pod(
+        self,
+        name: str,
+        container: dict[str, Any],
+        volumes: list[dict[str, Any]],
+        port: int,
+        labels: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """A pod on the first node, as the namespace's Pod Security requires it, and its Service. It stands
+        for a service outside the deployment."""
+        container["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        container["ports"] = [{"containerPort": port}]
+        security = {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": NAMESPACE, "labels": {"app": name, **labels}},
+            "spec": {
+                "securityContext": security,
+                "containers": [container],
+                "volumes": volumes,
+                "nodeSelector": {"kubernetes.io/hostname": self.cluster.nodes[0].name},
             },
-            "addressType": "IPv4",
-            "ports": [named],
-            "endpoints": [{"addresses": [ADDRESS]}],
         }
         service = {
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": {"name": name, "namespace": NAMESPACE},
-            "spec": {"ports": [named]},
+            "spec": {"selector": {"app": name}, "ports": [{"port": port}]},
         }
-        assert self.node.apply((service, slice_)).returncode == 0
+        self.apply((pod, service))
+
+    def apply(self, objects: Objects) -> None:
+        applied = self.cluster.apply(objects)
+        assert applied.returncode == 0, applied.stderr
+
+    def pod(self, name: str) -> dict[str, Any]:
+        found = self.cluster.kubectl("get", "pod", "-n", NAMESPACE, name, "-o", "json").stdout
+        return dict(json.loads(found))
+
+    def read_metrics(self, pod: dict[str, Any]) -> str:
+        """The metrics of a program, read on the node of its pod; "" = it does not answer now."""
+        if not (address := pod.get("status", {}).get("podIP")):
+            return ""
+        command = (sys.executable, "-c", _READ, f"http://{address}:9090/metrics")
+        command = self.cluster.node_of(pod).inside(*command)
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def make_volumes(self, count: int = 16) -> None:
         volumes = []
@@ -141,7 +265,7 @@ class Deployment:
             volumes.append(
                 {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": metadata, "spec": spec}
             )
-        assert self.node.apply(tuple(volumes)).returncode == 0
+        self.apply(tuple(volumes))
 
     def _start_flink_operator(self, sources: Path) -> None:
         """Start Flink's operator, unless it runs. It may do everything in the cluster, in the place of the
@@ -171,7 +295,11 @@ class Deployment:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": "flink-operator", "namespace": "default"},
+            "metadata": {
+                "name": "flink-operator",
+                "namespace": "default",
+                "labels": {"app.kubernetes.io/name": "flink-kubernetes-operator"},
+            },
             "spec": {"containers": [container], "volumes": [volume]},
         }
         rights = {
@@ -186,8 +314,7 @@ class Deployment:
             },
         }
         definitions = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in chart.glob("crds/*.yml"))
-        applied = self.node.apply((*definitions, rights, pod))
-        assert applied.returncode == 0, applied.stderr
+        self.apply((*definitions, rights, pod))
 
     def deploy_flink(self, spec: dict[str, Any]) -> None:
         """Have Flink's operator deploy the joiner. Without its sources, deploy it in Flink's native
@@ -219,7 +346,7 @@ class Deployment:
             (*command, "-c", job["entryClass"], job["jarURI"], *job["args"]),
             env={
                 **os.environ,
-                "KUBECONFIG": str(self.node.config),
+                "KUBECONFIG": str(self.cluster.config),
                 "FLINK_HOME": str(home),
                 "FLINK_LOG_DIR": str(self.folder),
                 "JAVA_HOME": str(java_home(find_java())),
@@ -232,7 +359,7 @@ class Deployment:
 
     def not_ready(self, task_managers: int = 1) -> list[str]:
         """The pods of the namespace that are not ready, or that end."""
-        pods = self.node.get("pods", "-n", NAMESPACE)
+        pods = self.cluster.get("pods", "-n", NAMESPACE)
         found = sum("joiner-taskmanager" in pod["metadata"]["name"] for pod in pods)
         missing = [] if found >= task_managers else [f"{task_managers - found} task managers"]
         return missing + [
@@ -245,28 +372,99 @@ class Deployment:
         """Containers that ended and were started again, by pod."""
         counts = {
             pod["metadata"]["name"]: sum(s["restartCount"] for s in pod["status"]["containerStatuses"])
-            for pod in self.node.get("pods", "-n", NAMESPACE)
+            for pod in self.cluster.get("pods", "-n", NAMESPACE)
         }
         return {name: count for name, count in counts.items() if count}
 
     def commits(self) -> int:
         """The number of the newest commit; 0 = none, or the controller does not answer now."""
-        pods = self.node.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=controller")
+        pods = self.cluster.get("pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=controller")
         for pod in pods:
-            text = read_metrics(str(pod["status"].get("podIP", "")))
+            text = self.read_metrics(pod)
             for number in re.findall(r"^roostream_controller_seq (\S+)", text, re.MULTILINE):
                 return int(float(number))
         return 0
 
-    def address(self, service: str) -> str:
-        """The IP address of a service."""
-        found = self.node.kubectl("get", "service", "-n", NAMESPACE, service, "-o", "json").stdout
-        return str(json.loads(found)["spec"]["clusterIP"])
+    def check_policies(self) -> None:
+        """Connect from one pod of every kind, and from a gateway, to every port that listens. A connection
+        must be made exactly where the policies allow it."""
+        policies = self.cluster.get("networkpolicies", "-n", NAMESPACE)
+        pods = [self._start_client(), *self.cluster.get("pods", "-n", NAMESPACE)]
+        by_kind = {_kind(pod): pod for pod in pods}
+        ports = [
+            (pod, port["containerPort"])
+            for pod in by_kind.values()
+            for container in pod["spec"]["containers"]
+            for port in container.get("ports", ())
+        ]
+        listening = [(pod, port) for pod, port in ports if self._connect(None, [(pod, port)]) == [True]]
+        assert len(listening) > len(by_kind), ports
+        wrong, counts = [], Counter[bool]()
+        for source in by_kind.values():
+            connected = self._connect(source, listening)
+            for (target, port), connects in zip(listening, connected, strict=True):
+                if target is not source:
+                    allowed = allows(policies, _endpoint(source), _endpoint(target), port)
+                    counts[allowed] += 1
+                    if allowed != connects:
+                        wrong.append(
+                            (_kind(source), _kind(target), port, "allowed" if allowed else "not allowed")
+                        )
+        assert not wrong
+        print(f"connections: {counts[True]} were allowed and made, {counts[False]} were neither")
 
-    def rank(self, scheme: str = "http", key: str = "", tls: ssl.SSLContext | None = None) -> None:
-        """Rank 50 lists. Raises ServingError: one failed, also when it was sent again."""
-        url = f"{scheme}://{self.address('roostream-serving')}:8080"
-        with ServingClient(url, key=key, tls=tls) as client:
-            for user in range(1, 51):
-                candidates = [{"item_id": item} for item in range(1, 21)]
-                assert len(client.rank({"user_id": user, "candidates": candidates}).scores) == 20
+    def _connect(
+        self, source: dict[str, Any] | None, targets: list[tuple[dict[str, Any], int]]
+    ) -> list[bool]:
+        """Which connections a pod can make. None = the node of the first target, whatever policies say."""
+        addresses = json.dumps([(pod["status"]["podIP"], port) for pod, port in targets])
+        if source is None:
+            command = self.cluster.node_of(targets[0][0]).inside(sys.executable, "-c", _CONNECT, addresses)
+            return list(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
+        name, namespace = source["metadata"]["name"], source["metadata"]["namespace"]
+        command = ("exec", "-n", namespace, name, "--", "python3", "-c", _CONNECT, addresses)
+        return list(json.loads(self.cluster.kubectl(*command).stdout))
+
+    def rank(self, scheme: str = "http", key: str = "", authority: str = "") -> None:
+        """Rank 50 lists from a pod of a gateway. Fails the test if one failed, also when sent again."""
+        completed = self.try_to_rank(scheme, key, authority)
+        assert completed.returncode == 0, completed.stderr
+
+    def try_to_rank(self, scheme: str, key: str, authority: str) -> subprocess.CompletedProcess[str]:
+        self._start_client()
+        url = f"{scheme}://roostream-serving.{NAMESPACE}:8080"
+        command = ("exec", "-i", "-n", "gateway", "client", "--", "python", "-", url, key, authority)
+        return self.cluster.kubectl(*command, stdin=_RANK, check=False)
+
+    def _start_client(self) -> dict[str, Any]:
+        """Start the gateway's pod, unless it runs, and return it."""
+        container = {
+            "name": "client",
+            "image": "registry.example.org/roostream:0.1.0",
+            "command": ["sleep", "infinity"],
+        }
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "client", "namespace": "gateway"},
+            "spec": {
+                "containers": [container],
+                "nodeSelector": {"kubernetes.io/hostname": self.cluster.nodes[0].name},
+            },
+        }
+        self.apply((pod,))
+        self.cluster.kubectl("wait", "-n", "gateway", "pod/client", "--for=condition=Ready", "--timeout=900s")
+        return self.cluster.get("pods", "-n", "gateway")[0]
+
+
+def _kind(pod: dict[str, Any]) -> str:
+    """What pods of one template have in common."""
+    labels = pod["metadata"].get("labels", {})
+    component, part = labels.get("app.kubernetes.io/component"), labels.get("component", "")
+    return f"{component} {part}".strip() if component else pod["metadata"]["name"]
+
+
+def _endpoint(pod: dict[str, Any]) -> Endpoint:
+    namespace = pod["metadata"]["namespace"]
+    labels = {"roostream.dev/clients": "true"} if namespace == "gateway" else {}
+    return Endpoint(pod["metadata"]["name"], pod["metadata"].get("labels", {}), namespace, labels)

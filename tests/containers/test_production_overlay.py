@@ -1,6 +1,7 @@
-"""The prod overlay on a node whose pods really run: certificates of cert-manager between programs and in
-serving, API keys, an object store, and Redis with TLS. Certificates are renewed, the job manager is lost, and
-the schema gets another feature, while simulated users send requests.
+"""The prod overlay on two nodes whose pods really run: enforced policies, certificates of cert-manager
+between programs and in serving, API keys, an object store, and Redis with TLS. Certificates are renewed, the
+job manager is lost, a node is drained, the schema gets another feature, and a node is lost, while simulated
+users send requests.
 
 It differs from a cluster as tests/containers/deployment.py says, and in sizes.
 """
@@ -13,7 +14,6 @@ import datetime
 import json
 import re
 import secrets
-import ssl
 import subprocess
 import sys
 import urllib.request
@@ -23,8 +23,6 @@ from typing import Any
 import pytest
 import yaml
 
-from serving.client.client import ServingClient
-from serving.client.retry import ServingError
 from tests.containers.deployment import (
     FLINK_OPERATOR,
     NAMESPACE,
@@ -32,15 +30,15 @@ from tests.containers.deployment import (
     Objects,
     fit,
     joiner_of,
-    read_metrics,
     set_variable,
 )
-from tests.containers.kubernetes_node import ADDRESS, LOCAL_KAFKA_PORT, KubernetesNode
+from tests.containers.kubernetes_cluster import ADDRESS, KubernetesCluster, Node
 from tests.k8s.binaries import build as build_programs
 from tests.k8s.binaries import definitions_of_cert_manager
 from tests.k8s.manifests import build, copy_prod
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(7200)]
+NODES = 2
 STORE_PORT, REDIS_PORT, PARTITIONS, TASK_MANAGERS = 9000, 6380, 4, 2
 VALUES = {
     "SHARDS": "3",
@@ -106,13 +104,14 @@ END
 """
 
 
+_SHOW = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], sys.argv[2]), timeout=10))"
 _END = "\n-----END"
 _MAX_LATE = 0.02
 
 
 class Production(Deployment):
-    def __init__(self, node: KubernetesNode, folder: Path) -> None:
-        super().__init__(node, folder)
+    def __init__(self, cluster: KubernetesCluster, folder: Path) -> None:
+        super().__init__(cluster, folder)
         self.key = ""
         self.overlay = folder / "overlay"
         self.overlay.mkdir()
@@ -131,10 +130,6 @@ class Production(Deployment):
         set_variable(objects, "serving", "ROOSTREAM_SERVING_JOIN_WINDOW", "20s")
         return objects
 
-    def apply(self, objects: Objects) -> None:
-        applied = self.node.apply(objects)
-        assert applied.returncode == 0, applied.stderr
-
     def start_cert_manager(self) -> None:
         definitions = []
         for path in definitions_of_cert_manager():
@@ -143,12 +138,12 @@ class Production(Deployment):
             if definition["spec"]["names"]["kind"] not in ("Certificate", "Issuer"):
                 definitions.append(definition)
         self.apply(tuple(definitions))
-        self.node.kubectl("create", "namespace", "cert-manager")
+        self.cluster.kubectl("create", "namespace", "cert-manager")
         program = build_programs(("cert-manager",))["cert-manager"]
-        self.node.start(
+        self.cluster.start(
             "cert-manager",
             str(program),
-            f"--kubeconfig={self.node.config}",
+            f"--kubeconfig={self.cluster.config}",
             "--leader-elect=false",
             f"--controllers={_CONTROLLERS_OF_CERT_MANAGER}",
             "--cluster-resource-namespace=cert-manager",
@@ -157,7 +152,7 @@ class Production(Deployment):
 
     def start_store(self) -> None:
         server = ("-m", "moto.server", "-H", ADDRESS, "-p", str(STORE_PORT))
-        self.node.start("store", sys.executable, *server)
+        self.cluster.start("store", sys.executable, *server)
 
         def has_bucket() -> bool:
             request = urllib.request.Request(f"http://{ADDRESS}:{STORE_PORT}/roostream", method="PUT")
@@ -167,12 +162,12 @@ class Production(Deployment):
             except OSError:
                 return False
 
-        self.node.until(has_bucket, "the object store answers")
+        self.cluster.until(has_bucket, "the object store answers")
 
     def start_redis(self) -> None:
-        certificate, key = map(Path, self.node.authority.issue("redis", "redis"))
+        certificate, key = map(Path, self.cluster.authority.issue("redis", "redis"))
         self.make_secret("redis-tls", tls__crt=certificate, tls__key=key)
-        self.make_secret("roostream-redis-ca", ca__crt=self.node.authority.pem)
+        self.make_secret("roostream-redis-ca", ca__crt=self.cluster.authority.pem)
         container = {
             "name": "redis",
             "image": "docker.io/library/redis:7.2.5",
@@ -181,7 +176,7 @@ class Production(Deployment):
             "volumeMounts": [{"name": "tls", "mountPath": "/etc/redis"}],
         }
         volumes = [{"name": "tls", "secret": {"secretName": "redis-tls", "defaultMode": 0o440}}]
-        self._start_pod("redis", container, volumes, REDIS_PORT)
+        self.start_pod("redis", container, volumes, REDIS_PORT)
 
     def make_secrets(self) -> None:
         """The secrets of docs/operations/deploy.md."""
@@ -226,60 +221,39 @@ class Production(Deployment):
             },
             {"name": "web", "secret": {"secretName": "web"}},
         ]
-        self._start_pod("users", container, volumes, 9090)
-
-    def _start_pod(self, name: str, container: dict[str, Any], volumes: Any, port: int) -> None:
-        """A pod as the namespace's Pod Security requires it, and its Service."""
-        container["securityContext"] = {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        }
-        security = {
-            "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "runAsGroup": 10001,
-            "fsGroup": 10001,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-        labels = {"app": name, "roostream.dev/client": "true"}
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
-            "spec": {"securityContext": security, "containers": [container], "volumes": volumes},
-        }
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": name, "namespace": NAMESPACE},
-            "spec": {"selector": {"app": name}, "ports": [{"port": port}]},
-        }
-        self.apply((pod, service))
+        self.start_pod("users", container, volumes, 9090, {"roostream.dev/client": "true"})
 
     def outcomes(self) -> dict[str, float]:
         """The calls of the simulated users, by outcome."""
-        text = read_metrics(self.address("users"))
+        text = self.read_metrics(self.pod("users"))
         found = re.findall(r'^roostream_simulator_http_total\{outcome="(\w+)"\} (\S+)', text, re.MULTILINE)
         return {outcome: float(count) for outcome, count in found}
 
-    def tls(self) -> ssl.SSLContext:
-        """Trusts serving's authority. The address here is none of the names in its certificate."""
-        context = ssl.create_default_context(cadata=self._secret("roostream-serving-tls", "ca.crt"))
-        context.check_hostname = False
-        return context
+    def authority(self) -> str:
+        """The authority of serving's certificate."""
+        return self._secret("roostream-serving-tls", "ca.crt")
 
     def goes_on(self, after: str) -> None:
         """Check that all pods get ready, that training commits, and that serving refuses no request. On a
         machine that cannot run all pods at once, a few requests may get no answer in time."""
-        self.node.until(
+        self.cluster.until(
             lambda: self.not_ready(TASK_MANAGERS) == [], f"all pods are ready after {after}", 1500
         )
         before = self.commits()
-        self.node.until(lambda: self.commits() > before + 1, f"training commits after {after}")
+        self.cluster.until(lambda: self.commits() > before + 1, f"training commits after {after}")
         outcomes = self.outcomes()
         answered, refused, late = (outcomes.get(name, 0.0) for name in ("ok", "refused", "gave_up"))
         assert answered and not refused and late < _MAX_LATE * answered, (after, outcomes)
         print(f"after {after}: {outcomes}")
+
+    def pods_of(self, node: Node) -> dict[str, str]:
+        """Name → component, of the deployment's pods that are on the node."""
+        labels = {
+            pod["metadata"]["name"]: pod["metadata"]["labels"].get("app.kubernetes.io/component", "")
+            for pod in self.cluster.get("pods", "-n", NAMESPACE)
+            if pod["spec"].get("nodeName") == node.name
+        }
+        return {name: component for name, component in labels.items() if component}
 
     def certificate_of(self, secret: str) -> str:
         """The first certificate of a Secret; "" = there is none."""
@@ -296,23 +270,24 @@ class Production(Deployment):
         }
         patch = json.dumps({"status": {"conditions": [condition]}})
         name = ("certificate", certificate, "-n", NAMESPACE)
-        self.node.kubectl("patch", *name, "--subresource=status", "--type=merge", "-p", patch)
+        self.cluster.kubectl("patch", *name, "--subresource=status", "--type=merge", "-p", patch)
 
-    def shown_by(self, host: str, port: int) -> str:
-        """The certificate that a server shows; "" = it shows none now."""
-        try:
-            return ssl.get_server_certificate((host, port), timeout=10).partition(_END)[0]
-        except OSError:
-            return ""
+    def shown_by(self, component: str, port: int) -> str:
+        """The certificate that a server of the first pod shows on its node; "" = it shows none now."""
+        pod = self.cluster.get("pods", "-n", NAMESPACE, "-l", f"app.kubernetes.io/component={component}")[0]
+        command = (sys.executable, "-c", _SHOW, pod["status"]["podIP"], str(port))
+        command = self.cluster.node_of(pod).inside(*command)
+        shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        return shown.partition(_END)[0]
 
     def _secret(self, name: str, key: str) -> str:
         path = "jsonpath={.data." + key.replace(".", "\\.") + "}"
-        text = self.node.kubectl("get", "secret", "-n", NAMESPACE, name, "-o", path, check=False).stdout
+        text = self.cluster.kubectl("get", "secret", "-n", NAMESPACE, name, "-o", path, check=False).stdout
         return base64.b64decode(text).decode()
 
 
-def test_the_prod_overlay_trains_and_serves_on_a_node(node: KubernetesNode, tmp_path: Path) -> None:
-    production = Production(node, tmp_path)
+def test_the_prod_overlay_trains_and_serves_on_two_nodes(cluster: KubernetesCluster, tmp_path: Path) -> None:
+    production = Production(cluster, tmp_path)
     objects = production.objects()
     production.make_namespace(objects)
     production.make_kafka(objects, PARTITIONS)
@@ -323,43 +298,33 @@ def test_the_prod_overlay_trains_and_serves_on_a_node(node: KubernetesNode, tmp_
     production.start_cert_manager()
     production.apply(objects)
     production.deploy_flink(joiner_of(objects))
-    node.until(lambda: production.certificate_of("roostream-serving-tls") != "", "serving has a certificate")
+    cluster.until(
+        lambda: production.certificate_of("roostream-serving-tls") != "", "serving has a certificate"
+    )
     production.start_users("registry.example.org/roostream:0.1.0")
-    node.until(lambda: production.not_ready(TASK_MANAGERS) == [], "all pods are ready", 1500)
-    node.until(lambda: production.commits() >= 2, "training commits")
-    production.rank("https", production.key, production.tls())
-    url = f"https://{production.address('roostream-serving')}:8080"
-    with ServingClient(url, tls=production.tls()) as client, pytest.raises(ServingError, match="401"):
-        client.rank({"user_id": 1, "candidates": [{"item_id": 1}]})
+    cluster.until(lambda: production.not_ready(TASK_MANAGERS) == [], "all pods are ready", 1500)
+    cluster.until(lambda: production.commits() >= 2, "training commits")
+    production.rank("https", production.key, production.authority())
+    assert " 401" in production.try_to_rank("https", "", production.authority()).stderr
+    production.check_policies()
 
     _renew_certificates(production)
     _lose_a_job_manager(production)
     _lose_a_volume(production)
     assert not production.restarts()
+    _drain_a_node(production)
     _add_a_feature(production)
     assert not production.restarts()
+    _lose_a_node(production)
 
-    node.kubectl("delete", "pod", "-n", NAMESPACE, "users")
-    node.until(_is_accounted, "every event is accounted for", 300)
-
-
-def _is_accounted() -> bool:
-    kafka = ("--kafka", f"127.0.0.1:{LOCAL_KAFKA_PORT}", "--partitions", str(PARTITIONS), "--window", "20s")
-    command = (sys.executable, "-m", "roostream.cli.main", "audit", *kafka)
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    cluster.kubectl("delete", "pod", "-n", NAMESPACE, "users")
+    audit = ("audit", "--partitions", str(PARTITIONS), "--window", "20s")
+    cluster.until(lambda: production.runs_with_kafka(*audit), "every event is accounted for", 300)
 
 
 def _renew_certificates(production: Production) -> None:
     """Programs use the new ones without a restart."""
-    (shard,) = (
-        p
-        for p in production.node.get("pods", "-n", NAMESPACE)
-        if p["metadata"]["name"] == "roostream-shard-0"
-    )
-    servers = {
-        "roostream-serving-tls": (production.address("roostream-serving"), 8080),
-        "roostream-link-shard": (shard["status"]["podIP"], 7000),
-    }
+    servers = {"roostream-serving-tls": ("serving", 8080), "roostream-link-shard": ("shard", 7000)}
     before = {secret: production.certificate_of(secret) for secret in servers}
     for secret, server in servers.items():
         assert production.shown_by(*server) == before[secret]
@@ -369,8 +334,10 @@ def _renew_certificates(production: Production) -> None:
     ):
         production.renew(f"roostream-{certificate}")
     for secret, server in servers.items():
-        production.node.until(lambda s=secret: production.certificate_of(s) != before[s], f"{secret} is new")
-        production.node.until(
+        production.cluster.until(
+            lambda s=secret: production.certificate_of(s) != before[s], f"{secret} is new"
+        )
+        production.cluster.until(
             lambda s=secret, server=server: production.shown_by(*server) == production.certificate_of(s),
             f"a server of {secret} shows the new one",
         )
@@ -379,18 +346,40 @@ def _renew_certificates(production: Production) -> None:
 
 def _lose_a_job_manager(production: Production) -> None:
     component = ("-l", "app.kubernetes.io/component=joiner,component=jobmanager")
-    production.node.kubectl("delete", "pod", "-n", NAMESPACE, *component, "--grace-period=0", "--force")
+    production.cluster.kubectl("delete", "pod", "-n", NAMESPACE, *component, "--grace-period=0", "--force")
     production.goes_on("the loss of a job manager")
 
 
 def _lose_a_volume(production: Production) -> None:
     """The shard reads its rows from the object store."""
     claim = ("persistentvolumeclaim", "home-roostream-shard-2", "-n", NAMESPACE)
-    production.node.kubectl("delete", *claim, "--wait=false")
-    production.node.kubectl(
+    production.cluster.kubectl("delete", *claim, "--wait=false")
+    production.cluster.kubectl(
         "delete", "pod", "-n", NAMESPACE, "roostream-shard-2", "--grace-period=0", "--force"
     )
     production.goes_on("the loss of a shard's volume")
+
+
+def _drain_a_node(production: Production) -> None:
+    """The command of docs/operations/day-two.md. What ran there runs on the other node."""
+    node = production.cluster.nodes[1].name
+    options = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=900s")
+    production.cluster.kubectl("drain", node, *options)
+    production.goes_on("a node was drained")
+    production.cluster.kubectl("uncordon", node)
+
+
+def _lose_a_node(production: Production) -> None:
+    """A node loses its power; then the command of docs/operations/day-two.md says that it is gone."""
+    node = production.cluster.nodes[1]
+    lost = production.pods_of(node)
+    assert {"shard", "worker", "serving"} & set(lost.values()), lost
+    node.lose()
+    production.cluster.until(lambda: node.name not in production.cluster.ready_nodes(), "the loss is noticed")
+    taint = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    production.cluster.kubectl("taint", "nodes", node.name, taint)
+    production.cluster.until(lambda: not production.pods_of(node), "no pod is on the lost node")
+    production.goes_on(f"the loss of a node with {sorted(lost)}")
 
 
 def _add_a_feature(production: Production) -> None:
@@ -400,9 +389,9 @@ def _add_a_feature(production: Production) -> None:
     objects = production.objects()
     production.apply(objects)
     if not FLINK_OPERATOR:
-        production.node.kubectl("delete", "deployment", "-n", NAMESPACE, "roostream-joiner")
+        production.cluster.kubectl("delete", "deployment", "-n", NAMESPACE, "roostream-joiner")
         production.deploy_flink(joiner_of(objects))
     for kind, name in (("statefulset", "shard"), ("statefulset", "worker"), ("deployment", "serving")):
         status = ("rollout", "status", "-n", NAMESPACE, f"{kind}/roostream-{name}", "--timeout=900s")
-        production.node.kubectl(*status)
+        production.cluster.kubectl(*status)
     production.goes_on("the roll-out of a schema")

@@ -18,12 +18,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-KUBERNETES, ETCD, COREDNS = "1.34.1", "3.6.5", "1.13.1"
+KUBERNETES, ETCD, COREDNS, KUBE_ROUTER = "1.34.1", "3.6.5", "1.13.1", "2.1.0"
 CERT_MANAGER = "1.10.2"
 """The programs of later versions are modules of their own, which have no versions."""
 SERVER, CONTROLLERS, SCHEDULER = "kube-apiserver", "kube-controller-manager", "kube-scheduler"
 PROGRAMS = (SERVER, "etcd", CONTROLLERS, SCHEDULER)
-PROGRAMS_OF_A_NODE = ("kubelet", "kube-proxy", "coredns")
+PROGRAMS_OF_A_NODE = ("kubelet", "kube-proxy", "kube-router", "coredns")
 OPERATORS = ("cert-manager",)
 _CERT_MANAGER_MODULE = "github.com/cert-manager/cert-manager"
 _GO = "/usr/local/go/bin/go"
@@ -48,7 +48,7 @@ def find(program: str) -> Path | None:
 
 
 def _path(program: str) -> Path:
-    versions = {"etcd": ETCD, "coredns": COREDNS, "cert-manager": CERT_MANAGER}
+    versions = {"etcd": ETCD, "coredns": COREDNS, "kube-router": KUBE_ROUTER, "cert-manager": CERT_MANAGER}
     folder = f"{program}-{versions[program]}" if program in versions else f"kubernetes-{KUBERNETES}"
     return cache() / folder / program
 
@@ -63,9 +63,12 @@ def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
         _build("go.etcd.io/etcd/server/v3", f"v{ETCD}", {".": "etcd"})
     if "coredns" in missing:
         _build("github.com/coredns/coredns", f"v{COREDNS}", {".": "coredns"})
+    if "kube-router" in missing:
+        packages = {"./cmd/kube-router": "kube-router"}
+        _build("github.com/cloudnativelabs/kube-router/v2", f"v{KUBE_ROUTER}", packages)
     if "cert-manager" in missing:
         _build(_CERT_MANAGER_MODULE, f"v{CERT_MANAGER}", {"./cmd/controller": "cert-manager"})
-    others = ("etcd", "coredns", *OPERATORS)
+    others = ("etcd", "coredns", "kube-router", *OPERATORS)
     kubernetes_packages = {f"./cmd/{p}": p for p in missing if p not in others}
     if kubernetes_packages:
         _build("k8s.io/kubernetes", f"v{KUBERNETES}", kubernetes_packages)
