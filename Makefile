@@ -62,7 +62,7 @@ gpu: setup-dev  ## tests and benchmarks that need a CUDA device; build/gpu/repor
 k8s: setup-dev  ## the manifests: schemas, policies, arrows, a real API server and controllers (built once, minutes), every pod's program started here
 	@BUILD_KUBERNETES=1 pytest -q tests/k8s $(ARGS)
 
-containers: setup-dev  ## the images built by Docker, infra/compose.yaml, the units under systemd, both overlays on a Kubernetes node (needs Docker with Compose and Buildx)
+containers: setup-dev  ## the images built by Docker, infra/compose.yaml, the units under systemd, both overlays on Kubernetes nodes (needs Docker with Compose and Buildx)
 	@pytest -q -m containers tests/containers $(ARGS)
 
 bench: setup-dev  ## every benchmark; its rows as a table
