@@ -113,11 +113,12 @@ class SnapshotStore:
         self._newest = ""  # the last one that was restored or written
 
     def write(self, data: bytes) -> None:
-        """Durable before older snapshots, and what killed processes left, are deleted.
+        """Write a snapshot to the disk. Then delete all but the newest two, and unfinished files of killed
+        processes.
 
         Raises:
             UnavailableError: the disk is full, or the newest snapshot is gone, for example because the disk
-            is no longer mounted. The older ones stay.
+            is no longer mounted. Nothing was deleted.
         """
         names = self.names()
         if self._newest and self._newest not in names:
@@ -139,12 +140,13 @@ class SnapshotStore:
         return [name for name in names if name.rsplit("/", 1)[1].isdecimal()]
 
     def restore(self, engine: LocalEngine) -> str:
-        """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none.
+        """Restore `engine` from the newest snapshot that can be read, and return its name. Without any
+        snapshot return "" and leave the engine as it is.
 
         Raises:
-            CheckpointError: there are snapshots, but none is readable.
-            OtherVersionError: another version wrote the newest one.
-            ConfigError: its offsets are of other topics.
+            CheckpointError: there are snapshots, but none can be read.
+            OtherVersionError: a version of Roostream with another format wrote the snapshot.
+            ConfigError: the snapshot belongs to other topics.
         """
         names = self.names()
         for name in reversed(names):
@@ -194,10 +196,10 @@ class LocalRunner:
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set; the last snapshot includes all records that were read, unless Kafka or the
-        disk is away then."""
+        """Join records until `stop` is set. Then a last snapshot includes all records that were read, unless
+        Kafka or the disk is unavailable at that moment."""
         name = self.snapshots.restore(self.engine)  # 4
-        log.info("the join continues from %s", name or "the oldest records: there is no snapshot")
+        log.info("joining continues from %s", name or "the oldest records, because there is no snapshot")
         Backoff(what="the event topics", clock=self.clock).until(
             lambda: self.consumer.seek(self._progress()), (UnavailableError,), stop
         )
@@ -236,8 +238,8 @@ class LocalRunner:
         self.health.turned(self._event_time.observe(watermark_ms, self._num_records, reached_ms))
 
     def checkpoint(self, stop: threading.Event) -> bool:
-        """Wait until all outputs are acknowledged, then write a snapshot (2, 3). False: none was written,
-        because `stop` was set or the sink gave up first, or the disk is full or away."""
+        """Wait until Kafka has acknowledged all outputs, then write a snapshot (2, 3). Returns False if none
+        was written, because `stop` was set, the sink gave up, or the disk is full or unavailable."""
         with self.health.waiting("Kafka to acknowledge the joiner's outputs"):
             acknowledged = self.sink.flush(stop)
         if acknowledged:

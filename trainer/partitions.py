@@ -173,8 +173,8 @@ class PartitionStates:
         return min(taken, key=taken.__getitem__, default=None)
 
     def snapshot(self) -> dict[Partition, PartitionSnapshot]:
-        """Copy the state of all partitions as of the last trained chunk, without chunks that are only
-        claimed."""
+        """Copy the state of all partitions. It includes every chunk that was trained, and no chunk that was
+        claimed but is not trained yet."""
         return self._parked | {
             p: PartitionSnapshot(
                 offset=self.progress[p],
@@ -186,7 +186,8 @@ class PartitionStates:
         }
 
     def committed(self, stored: Mapping[Partition, PartitionSnapshot]) -> None:
-        """The last snapshot is committed; `stored`: what `store_ids` made of it."""
+        """Note that the last snapshot was committed. `stored`: the snapshots that `store_ids` returned for
+        it."""
         self._parked = {p: stored[p] for p in self._parked}
         for partition, state in self._states.items():
             state.dedupe.committed(stored[partition].dedupe.runs)
@@ -267,8 +268,8 @@ def id_files(partitions: Mapping[Partition, PartitionSnapshot]) -> tuple[StoredF
 def encode_partitions(
     partitions: Mapping[Partition, PartitionSnapshot], metadata: Mapping[str, str]
 ) -> bytes:
-    """The file of a worker's part, for snapshots of `store_ids`. Offsets and the names of `id_files` are in
-    the manifest."""
+    """Encode the partitions of one worker as the file that it adds to a commit. The snapshots are those that
+    `store_ids` returned. The commit's manifest has the offsets, and the names of the files with ids."""
     index = {file: number for number, file in enumerate(id_files(partitions))}
     tensors: dict[str, np.ndarray] = {}
     for partition, snapshot in partitions.items():

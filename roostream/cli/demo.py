@@ -96,7 +96,7 @@ def _print(console: Console, *texts: str) -> None:
 
 
 class DemoDisplay:
-    """Samples the status of the stack every two seconds and prints it."""
+    """Reads the status of the stack every two seconds, and prints it."""
 
     def __init__(self, stack: Stack, console: Console, started_s: float) -> None:
         self.stack, self.console, self.started_s = stack, console, started_s

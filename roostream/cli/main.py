@@ -94,7 +94,7 @@ _LAZY = {
 
 
 class SectionedGroup(CommandGroup):
-    """Lists its commands by SECTIONS."""
+    """The group of all commands. Its help shows them under the titles of SECTIONS."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one list for each section."""
@@ -362,8 +362,8 @@ def _flush_stdout() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What a user reads for an error that the user or the machine has caused; "" for others, which are
-    defects."""
+    """The message for an error that the user or the machine caused. "" for any other error: that is a defect
+    of Roostream, and the user gets its traceback."""
     if isinstance(error, RoostreamError):
         return with_advice(error, "" if "; " in str(error) else _advice(error, sys.argv[1:]))
     if isinstance(error, OSError):

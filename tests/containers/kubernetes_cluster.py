@@ -64,18 +64,19 @@ _COREFILE = """.:53 {
 
 
 class Node:
-    """One node. Its folder has the settings and the data of its programs."""
+    """One node, in a network namespace and control groups of its own. Its folder has the settings and data of
+    its programs."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.name, self.folder = f"node-{number}", folder
         self.address, self.pod_network = f"10.99.0.{number + 2}", f"10.244.{number}.0/24"
-        self.namespace = self.cgroup = f"roostream-node-{number}"
+        self.network_namespace = self.cgroup = f"roostream-node-{number}"
         self.link = f"roostream-{number}"
         self.socket = _RUN / str(number) / "containerd.sock"
 
     def inside(self, *command: str) -> tuple[str, ...]:
         """The command, for a process in the network of the node. Policies let it reach the node's pods."""
-        return ("nsenter", f"--net=/run/netns/{self.namespace}", *command)
+        return ("nsenter", f"--net=/run/netns/{self.network_namespace}", *command)
 
     def make(self) -> None:
         """Make its folders, network and control groups."""
@@ -85,10 +86,10 @@ class Node:
         (self.folder / "kubelet.json").write_text(json.dumps(self._kubelet()), encoding="utf-8")
         text = _CONTAINERD.format(folder=self.folder, socket=self.socket, pause=_PAUSE)
         (self.folder / "containerd.toml").write_text(text, encoding="utf-8")
-        _ip("netns", "add", self.namespace)
-        _ip("link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        _ip("netns", "add", self.network_namespace)
+        _ip("link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.network_namespace)
         _ip("link", "set", self.link, "master", _BRIDGE, "up")
-        inside = ("-n", self.namespace)
+        inside = ("-n", self.network_namespace)
         _ip(*inside, "link", "set", "lo", "up")
         _ip(*inside, "address", "add", f"{self.address}/24", "dev", "eth0")
         _ip(*inside, "link", "set", "eth0", "up")
@@ -101,11 +102,11 @@ class Node:
     def make_routes(self, others: list[Node]) -> None:
         for other in others:
             if other is not self:
-                _ip("-n", self.namespace, "route", "add", other.pod_network, "via", other.address)
+                _ip("-n", self.network_namespace, "route", "add", other.pod_network, "via", other.address)
 
     def lose(self) -> None:
-        """Cut its network first, as a machine without power does: nobody is told that connections end. Then
-        kill every process."""
+        """Cut the network, then kill every process. As with a machine that loses its power, nobody is told
+        that a connection ends."""
         subprocess.run(("ip", "link", "set", self.link, "down"), check=False)
         of_node = (str(self.socket), str(self.folder))
         for process in psutil.process_iter(["cmdline"]):
@@ -118,7 +119,7 @@ class Node:
 
     def remove(self) -> None:
         subprocess.run(("ip", "link", "delete", self.link), check=False)
-        subprocess.run(("ip", "netns", "delete", self.namespace), check=False)
+        subprocess.run(("ip", "netns", "delete", self.network_namespace), check=False)
         for folder in self._cgroup_folders():
             for inner in sorted(folder.rglob("*/"), reverse=True):
                 with contextlib.suppress(OSError):
@@ -179,10 +180,7 @@ class Node:
             (_CGROUPS / "cgroup.subtree_control").write_text(controllers, encoding="utf-8")
         for folder in self._cgroup_folders():
             folder.mkdir(exist_ok=True)
-            for name in (
-                "cpuset.cpus",
-                "cpuset.mems",
-            ):  # in the first version of control groups: not inherited
+            for name in ("cpuset.cpus", "cpuset.mems"):  # not inherited in version 1 of control groups
                 if (folder.parent / name).exists():
                     (folder / name).write_bytes((folder.parent / name).read_bytes())
 

@@ -1,10 +1,10 @@
-"""Score logged lists again with the training code and the version that served them, and classify the
-difference.
+"""Scores logged lists again with the training code and the version that served them, and gives each list a
+verdict on the difference between the two scores (docs/operations/monitor.md).
 
-    within    at most 1e-5, with the rows of a commit around the request (docs/operations/monitor.md)
-    rows      more, but not more than the change of rows between these commits explains
-    skew      more than that: the scored features differ from the logged ones
-    unscored, pages, schema, gone, unreadable    not scored again; `why` has the reason
+    within    with the rows of a commit shortly before or after the request, the scores differ by at most 1e-5
+    rows      they differ more, but no more than the scores of these commits differ from each other
+    skew      they differ more than that: the features that were scored are not those in the log
+    unscored, pages, schema, gone, unreadable    the list could not be scored again; `why` has the reason
 
 For a skewed list, `explain_skew` searches a single float whose change reproduces the served scores. It tries
 for each float: missing, and the best fitting value, for the whole list if it is a request feature, else for
@@ -208,7 +208,8 @@ def _opened(commits: CommitStates, logged: LoggedList) -> ScorableList | ScoreCo
 
 
 def _judged(commits: CommitStates, one: ScorableList) -> ScoreComparison:
-    """Compare with the rows of the commits around the request, the likeliest first."""
+    """Compare with the rows of the commits shortly before and after the request, beginning with the one that
+    serving most likely had."""
     schema = one.version.schema
     rows: dict[int, dict[str, np.ndarray]] = {}
     scores: dict[int, np.ndarray] = {}
@@ -306,7 +307,8 @@ _NOT_EXPLAINED = "no single float, missing or with another value, reproduces the
 def explain_skew(
     version: Version, batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray], tolerance: float
 ) -> str:
-    """A sentence about the first feature that explains the served scores."""
+    """A sentence about the first float feature whose change reproduces the served scores, or one that says
+    that there is none."""
     trial = _Trial(version, batch, lookup, rows)
     for side, at, name in _floats(batch):
         if trial.difference(trial.batch_with(side, at, None, None)).max(initial=0) <= tolerance:
@@ -333,11 +335,11 @@ class _Trial:
         score_nT = probabilities(self.version.forward(batch, self.lookup, self.rows))
         return np.abs(score_nT - batch.served_score_BT).max(axis=1, initial=0)
 
-    def batch_with(self, side: str, at: int, row: int | None, value: float | None) -> Batch:
-        """The list with another value of one float, in one row or all (row None). Value None = missing, read
-        as its default."""
+    def batch_with(self, side: Side, at: int, row: int | None, value: float | None) -> Batch:
+        """A copy of the list with another value of the float in column `at`, in one row or, with None, in all
+        rows. A value of None removes the feature: the model then reads its default."""
         value_NF, present_NF = (array.copy() for array in side_floats(self.batch, side))
-        default = self.batch.schema.floats("ro" if side == "ro" else "nro")[at].default
+        default = self.batch.schema.floats(side)[at].default
         rows = slice(None) if row is None else row
         value_NF[rows, at] = default if value is None else value
         present_NF[rows, at] = value is not None
@@ -345,7 +347,7 @@ class _Trial:
             return dataclasses.replace(self.batch, ro_float_RF=value_NF, ro_present_RF=present_NF)
         return dataclasses.replace(self.batch, nro_float_BF=value_NF, nro_present_BF=present_NF)
 
-    def fitting(self, side: str, at: int, row: int, tolerance: float) -> float | None:
+    def fitting(self, side: Side, at: int, row: int, tolerance: float) -> float | None:
         """The value in one row that reproduces the served scores; None if there is none."""
         grid_G = _FIRST_G
         for _ in range(_ROUNDS):
@@ -361,8 +363,9 @@ class _Trial:
         return float(grid_G[nearest]) if differs[nearest] <= tolerance else None
 
 
-def _floats(batch: Batch) -> Iterator[tuple[str, int, str]]:
-    """All float features: (`ro` or `nro`, column in the batch's array of that side, name)."""
+def _floats(batch: Batch) -> Iterator[tuple[Side, int, str]]:
+    """Yield (side, column, name) for each float feature. The side is `ro` for features of the request, or
+    `nro` for those of candidates; the column is that of the side's array in the batch."""
     sides: tuple[Side, Side] = ("ro", "nro")
     for side in sides:
         for at, feature in enumerate(batch.schema.floats(side)):

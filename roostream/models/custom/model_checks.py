@@ -98,8 +98,8 @@ class _CheckedModel:
     def learn(
         self, model: Model, batch: Batch, weight: float = 1.0, part_of: int = 1
     ) -> tuple[Tensor, Inputs]:
-        """The loss after `backward`, and the inputs with the rows' gradients. `part_of`: the batch is this
-        part of a step, so 2 = a half."""
+        """Compute the loss and its gradients. Returns the loss, and the inputs, whose rows have gradients.
+        `part_of`: how many batches like this one make up a step."""
         inputs = self.inputs(batch, train=True)
         model.zero_grad()
         value = self.loss(model, batch, inputs, weight, part_of)
@@ -258,8 +258,8 @@ def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _changed_inputs(subject: _CheckedModel, model: Model) -> Iterator[str]:
-    """Sentences on inputs and targets that a call changes. They belong to the batch, whose items and labels
-    are published and counted after the call."""
+    """Yield an error for each array of the inputs or targets that a call changes. They belong to the batch,
+    whose items and labels are published and counted after the call."""
     batch = subject.batch(subject.requests)
     inputs = subject.inputs(batch, train=True)
     targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
@@ -314,7 +314,8 @@ def _content(value: object) -> object:
 
 
 def _is_alike(before: tuple[object, object], after: tuple[object, object]) -> bool:
-    """Whether an attribute is the same object of the same content, or an equal number or text."""
+    """Compare (value, content) of an attribute before and after a call. True if it is still the same object
+    with the same content, or an equal number or text."""
     same = before[0] is after[0] or (isinstance(after[0], int | float | str) and before[0] == after[0])
     return same and before[1] == after[1]
 
@@ -404,7 +405,7 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _untrained(subject: _CheckedModel) -> Iterator[str]:
-    """Sentences on numbers that the loss depends on and that training would never change."""
+    """Yield an error for each tensor on which the loss depends and which training would never change."""
     batch, model = subject.batch(subject.requests), subject.copy()
     inputs, again = (subject.inputs(batch, train=True) for _ in range(2))
     kept = _leaves(subject.loss(model, batch, inputs)) & _leaves(subject.loss(model, batch, again))
@@ -441,7 +442,8 @@ def _untrained(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _mixed_up_labels(subject: _CheckedModel) -> Iterator[str]:
-    """Sentences on labels that change the gradients of other labels' logits, but not of their own."""
+    """Yield an error for each label that changes gradients only in the logits of other labels, not in its own
+    column."""
     model, batch = subject.copy(), subject.batch(subject.requests)
     inputs = subject.inputs(batch, train=True)
     logits_BT = model(inputs).detach().requires_grad_()
@@ -478,7 +480,7 @@ def _leaves(loss: Tensor) -> set[Tensor]:
 
 
 def _is_still(tensor: Tensor) -> bool:
-    """Whether a tensor that should be trained has no gradient, or one of 0."""
+    """Whether a tensor that should be trained has no gradient, or only zeros."""
     return tensor.requires_grad and tensor.numel() > 0 and (tensor.grad is None or not tensor.grad.any())
 
 
@@ -486,7 +488,8 @@ def _is_still(tensor: Tensor) -> bool:
 def _matters(
     subject: _CheckedModel, model: Model, tensor: Tensor, batch: Batch, inputs: Inputs, value: Tensor
 ) -> bool:
-    """Whether the loss is not `value` if `tensor`, a parameter or rows of the inputs, has other numbers."""
+    """Whether the loss differs from `value` once `tensor`, a parameter or rows of the inputs, is changed. The
+    tensor is restored afterwards."""
     before = tensor.clone()
     tensor.add_(0.1 * torch.cos(torch.arange(tensor.numel())).view(tensor.shape))
     changed = subject.loss(model, batch, inputs)
@@ -579,7 +582,8 @@ def _full(schema: Schema, f: Feature) -> int:
 
 
 def example_sample(schema: Schema, request: ExampleRequest, at: int) -> Record:
-    """The sample of a request, as record `at`; every third candidate is engaged."""
+    """The record of a training sample made from a request, at offset `at` of the topic. Every third candidate
+    has all labels."""
     n, tasks = len(request.item_n), len(schema.labels)
     sample = pb.Sample(
         header=pb.Header(request_id=f"r{at}", user_id=7, time_ms=TIME_MS, schema=schema.fingerprint),
